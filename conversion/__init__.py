@@ -1,0 +1,1 @@
+"""Porting checkpoints to Attention Residuals: `python -m conversion --help`."""

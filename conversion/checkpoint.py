@@ -1,0 +1,253 @@
+"""A checkpoint on disk: where it comes from, which tensors lie in which shard, and whether they fit its config.
+
+Nothing here loads weights. A shard is opened through safetensors, which reads and checks its header only, and the fit
+is checked by letting transformers load tensors without storage, by its own naming and merging rules.
+"""
+
+import contextlib
+import json
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+
+import torch
+import transformers
+from huggingface_hub import snapshot_download
+from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+from safetensors import SafetensorError, safe_open
+from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
+
+from modeling_attnres.modeling_attnres import FAMILIES
+
+
+CONFIG_NAME = "config.json"
+PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt")
+OTHER_WEIGHTS = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.gguf", "*.h5", "*.msgpack", "*.onnx", "*.ot", "original/*")
+
+BASE_FAMILIES = {config_class.base_model_type(): config_class for config_class in FAMILIES}
+ATTNRES_FAMILIES = {config_class.model_type: config_class for config_class in FAMILIES}
+
+_POST_NORM = "it normalises what a sublayer adds to the residual stream (post-norm)"
+_MULTIPLIER = "it scales what a sublayer adds to the residual stream"
+_PARALLEL = "its attention and MLP read the same input (parallel blocks)"
+NOT_PORTABLE = {
+    **dict.fromkeys(("gemma2", "gemma3", "gemma3_text", "gemma3n", "olmo2", "olmo3", "glm4", "exaone4"), _POST_NORM),
+    **dict.fromkeys(("granite", "granitemoe", "minicpm", "minicpm3"), _MULTIPLIER),
+    **dict.fromkeys(("cohere", "cohere2", "falcon", "gptj", "gpt_neox", "phi", "codegen"), _PARALLEL),
+}
+
+
+class CheckpointError(ValueError):
+    """A checkpoint that cannot be used; the message names the file or field, what was found and what was expected."""
+
+
+@dataclass
+class Checkpoint:
+    """A folder with a `config.json` and safetensors shards.
+
+    Args:
+        folder: the folder.
+
+    Raises:
+        CheckpointError: the folder is no readable safetensors checkpoint.
+    """
+
+    folder: Path
+    config: dict = field(init=False)
+    weight_map: dict[str, str] = field(init=False)  # tensor name -> shard file name
+
+    def __post_init__(self):
+        self.config = read_json(self.folder / CONFIG_NAME)
+        if not isinstance(self.config.get("model_type"), str):
+            raise CheckpointError(f"{self.folder / CONFIG_NAME}: no model_type; expected a config of transformers.")
+        self.weight_map = self._read_weight_map()
+
+    def _read_weight_map(self) -> dict[str, str]:
+        single, index = self.folder / SAFE_WEIGHTS_NAME, self.folder / SAFE_WEIGHTS_INDEX_NAME
+        if single.exists():  # transformers prefers it to an index
+            with open_shard(single) as shard:
+                return dict.fromkeys(shard.keys(), SAFE_WEIGHTS_NAME)
+        if not index.exists():
+            raise CheckpointError(_no_weights(self.folder))
+
+        weight_map = read_json(index, unique_keys=True).get("weight_map")
+        if not isinstance(weight_map, dict) or not weight_map:
+            raise CheckpointError(f"{index}: no weight_map; expected one from tensor names to shard files.")
+        found_in: dict[str, str] = {}
+        for name in sorted(set(weight_map.values())):
+            if Path(name).name != name:
+                raise CheckpointError(f"{index}: shard {name!r} is not a plain file name in the same folder.")
+            if not (self.folder / name).exists():
+                raise CheckpointError(f"{index} names the shard {name}, which is missing from {self.folder}.")
+            with open_shard(self.folder / name) as shard:
+                for tensor in shard.keys():
+                    if tensor in found_in:
+                        raise CheckpointError(f"Tensor {tensor} lies in two shards: {found_in[tensor]} and {name}.")
+                    found_in[tensor] = name
+        for tensor, name in weight_map.items():
+            if found_in.get(tensor) != name:
+                where = f"it lies in {found_in[tensor]}" if tensor in found_in else "no shard holds it"
+                raise CheckpointError(f"{index}: {tensor} should lie in {name}, but {where}.")
+        return found_in
+
+    @property
+    def shards(self) -> list[str]:
+        """The shard file names, in order."""
+        return sorted(set(self.weight_map.values()))
+
+    def describe(self) -> dict[str, tuple[tuple[int, ...], str]]:
+        """Shape and dtype (as safetensors names it) of every tensor, from the headers."""
+        described = {}
+        for name in self.shards:
+            with open_shard(self.folder / name) as shard:
+                for tensor in shard.keys():
+                    view = shard.get_slice(tensor)
+                    described[tensor] = (tuple(view.get_shape()), view.get_dtype())
+        return described
+
+    @cached_property
+    def config_class(self):
+        """The config class of the Attention Residuals family this base checkpoint belongs to."""
+        model_type = self.config["model_type"]
+        if model_type in ATTNRES_FAMILIES:
+            raise CheckpointError(f"{self.folder} is an Attention Residuals checkpoint already ({model_type}).")
+        if model_type in NOT_PORTABLE:
+            raise CheckpointError(
+                f"{self.folder}: the family {model_type!r} cannot be ported without changing what it computes: "
+                f"{NOT_PORTABLE[model_type]}; only plain pre-norm sublayers read the same from a mean as from a sum."
+            )
+        if model_type not in BASE_FAMILIES:
+            raise CheckpointError(
+                f"{self.folder}: the family {model_type!r} is not supported. Supported: {', '.join(BASE_FAMILIES)}."
+            )
+        return BASE_FAMILIES[model_type]
+
+    def check_fit(self, config: transformers.PreTrainedConfig) -> None:
+        """Check that the tensors are those that the config's causal LM expects, depth parameters aside.
+
+        Transformers loads tensors that have a shape but no storage, so names, merging rules and shapes are its own.
+
+        Raises:
+            CheckpointError: tensors are missing, unexpected or of another shape.
+        """
+        causal_lm_class = FAMILIES[type(config)][1]
+        tensors = {name: torch.empty(shape, device="meta") for name, (shape, _) in self.describe().items()}
+        with _quiet_transformers():
+            try:
+                _, found = causal_lm_class.from_pretrained(
+                    None,
+                    config=config,
+                    state_dict=tensors,
+                    device_map={"": "meta"},
+                    output_loading_info=True,
+                    ignore_mismatched_sizes=True,
+                )
+            except RuntimeError as error:
+                raise CheckpointError(f"{self.folder}: tensors do not fit {CONFIG_NAME}: {error}") from error
+        for name, shape, expected in sorted(found["mismatched_keys"]):
+            raise CheckpointError(
+                f"{self.folder}: {name} has shape {list(shape)}, but {CONFIG_NAME} implies {list(expected)}."
+            )
+        missing = sorted(name for name in found["missing_keys"] if ".attn_res." not in f".{name}")
+        if missing:
+            raise CheckpointError(f"{self.folder}: no shard holds {_some(missing)}, which {CONFIG_NAME} implies.")
+        if found["unexpected_keys"]:
+            raise CheckpointError(
+                f"{self.folder}: {_some(sorted(found['unexpected_keys']))} has no place in the model that "
+                f"{CONFIG_NAME} describes."
+            )
+
+
+def _some(names: list[str]) -> str:
+    return names[0] + (f" (and {len(names) - 1} more)" if len(names) > 1 else "")
+
+
+def _no_weights(folder: Path) -> str:
+    pickles = sorted(path.name for path in folder.iterdir() if path.suffix in PICKLE_SUFFIXES)
+    if pickles:
+        return (
+            f"{folder} holds pickled weights ({pickles[0]}); only safetensors are read. Convert them where you trust "
+            'their origin:\n  python -c "from transformers import AutoModelForCausalLM as M; '
+            f"M.from_pretrained('{folder}', dtype='auto').save_pretrained('{folder}-safetensors')\""
+        )
+    return f"{folder}: neither {SAFE_WEIGHTS_NAME} nor {SAFE_WEIGHTS_INDEX_NAME} is there."
+
+
+@contextlib.contextmanager
+def _quiet_transformers():
+    """Silence transformers' report of missing keys: missing depth parameters are what is expected here."""
+    level = transformers.logging.get_verbosity()
+    bars = transformers.logging.is_progress_bar_enabled()
+    transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        transformers.logging.set_verbosity(level)
+        if bars:
+            transformers.logging.enable_progress_bar()
+
+
+def read_json(path: Path, unique_keys: bool = False) -> dict:
+    """Read a JSON object, naming the file and line if it is not one; `unique_keys` refuses a key that comes twice."""
+
+    def unique(pairs):
+        keys = [key for key, _ in pairs]
+        if unique_keys and len(set(keys)) < len(keys):
+            twice = next(key for key in keys if keys.count(key) > 1)
+            raise CheckpointError(f"{path}: {twice!r} is named twice.")
+        return dict(pairs)
+
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"), object_pairs_hook=unique)
+    except FileNotFoundError:
+        raise CheckpointError(f"{path} is missing.") from None
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise CheckpointError(f"{path} is not JSON: {error}.") from error
+    if not isinstance(content, dict):
+        raise CheckpointError(f"{path}: expected a JSON object, found a {type(content).__name__}.")
+    return content
+
+
+@contextlib.contextmanager
+def open_shard(path: Path):
+    """Open a safetensors file; its header is checked against the file's size and for overlaps."""
+    try:
+        with safe_open(path, framework="pt") as shard:
+            yield shard
+    except SafetensorError as error:
+        raise CheckpointError(f"{path} is not a whole safetensors file: {error}.") from error
+
+
+@contextlib.contextmanager
+def open_source(source: str) -> Iterator[Checkpoint]:
+    """Open a local folder, a GGUF file, or a hub id (downloaded, or found in the cache).
+
+    A GGUF file is first dequantised by transformers into a temporary folder.
+    """
+    path = Path(source).expanduser()
+    if path.is_dir():
+        yield Checkpoint(path)
+    elif path.suffix == ".gguf" and path.is_file():
+        with tempfile.TemporaryDirectory(prefix="attnres-gguf-") as folder:
+            _dequantise_gguf(path, Path(folder))
+            yield Checkpoint(Path(folder))
+    elif path.exists():
+        raise CheckpointError(f"{source} is neither a checkpoint folder nor a .gguf file.")
+    else:
+        try:
+            folder = snapshot_download(source, ignore_patterns=list(OTHER_WEIGHTS))
+        except (HFValidationError, HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
+            raise CheckpointError(f"{source} is no local path, and not to be had from the hub: {error}") from error
+        yield Checkpoint(Path(folder))
+
+
+def _dequantise_gguf(path: Path, folder: Path) -> None:
+    where = {"pretrained_model_name_or_path": path.parent, "gguf_file": path.name}
+    quantization = transformers.GgufConfig(dequantize=True)  # else transformers refuses to save the model
+    model = AutoModelForCausalLM.from_pretrained(**where, quantization_config=quantization, dtype=torch.float32)
+    model.save_pretrained(folder)
+    AutoTokenizer.from_pretrained(**where).save_pretrained(folder)

@@ -1,0 +1,207 @@
+# Copyright 2026 The attention-residuals authors. Licensed under the Apache License, Version 2.0.
+"""Depth attention: what a sublayer reads from the embedding and the layers before it, token by token.
+
+Attention Residuals (Kimi Team, arXiv 2603.15031) replace the residual sum x_0 + v_1 + … + v_{l-1} by a softmax over the
+*sources*: the embedding and earlier sublayer outputs (Full), or their sums over blocks of layers (Block). Sublayer l
+has one learned *pseudo-query* w_l; keys and values are the sources themselves, only the key is RMS-normalised:
+
+    input_l = Σ_i softmax_i( w_l · RMSNorm(source_i) ) · source_i
+
+Notable here:
+    - Queries do not depend on activations. So when a block closes, one matrix product gives its logits at *every* site
+      (`Sources.close`), and no site ever normalises, upcasts or stacks the sources again.
+    - `DepthRead` is the only thing a layer knows: it asks for what its site reads and does not know how it is made.
+    - `depth_read` is the same read written as in the paper; tests hold the two together.
+    - No model family is known in this file.
+
+Shapes: B batch, T tokens, D hidden size, L decoder layers, S = 2L + 1 sites, N closed blocks.
+Sites: 2l is the attention of decoder layer l, 2l + 1 its MLP, 2L the output (before the final norm).
+"""
+
+from typing import NamedTuple
+
+import torch
+from torch import nn
+from transformers import initialization as init
+from transformers.core_model_loading import MergeModulelist, WeightConverter, WeightRenaming
+
+
+def statistics_dtype(dtype: torch.dtype) -> torch.dtype:
+    """Norms, logits and softmax are computed in fp32, or in fp64 where the sources are fp64."""
+    return torch.promote_types(dtype, torch.float32)
+
+
+class DepthAttention(nn.Module):
+    """The parameters of depth attention for the whole model: a pseudo-query w and a key norm γ for every site.
+
+    One module at the root of the model, stacked over layers, kept in fp32: a block's queries are needed together, PEFT
+    trains them by the name of one module, and small steps of a vector that starts at zero are not rounded away. All
+    queries start at zero and all norms at one, so every read starts as the plain mean of its sources.
+
+    Row 0 of `attention_query` and `attention_norm` has no effect: the first sublayer has one source.
+    """
+
+    def __init__(self, num_layers: int, hidden_size: int):
+        super().__init__()
+
+        def parameter(*shape):
+            return nn.Parameter(torch.empty(*shape, dtype=torch.float32))
+
+        # [L, 1, D] and [1, D] as on disk: there a query is the weight of a linear map to one logit
+        self.attention_query = parameter(num_layers, 1, hidden_size)
+        self.attention_norm = parameter(num_layers, hidden_size)
+        self.mlp_query = parameter(num_layers, 1, hidden_size)
+        self.mlp_norm = parameter(num_layers, hidden_size)
+        self.output_query = parameter(1, hidden_size)
+        self.output_norm = parameter(hidden_size)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Zero queries and unit norms, for those that were not loaded."""
+        for name, tensor in self.named_parameters():
+            (init.zeros_ if name.endswith("query") else init.ones_)(tensor)
+
+    def forward(self, x_BTD: torch.Tensor) -> torch.Tensor:
+        """The effective queries w ⊙ γ of all sites, `[S, D]`, for sources of the dtype and on the device of `x_BTD`.
+
+        The norm's weight only ever appears in the product w · (γ ⊙ x / rms(x)), so it is folded into the query.
+        """
+        attention_LD = self.attention_query.squeeze(1) * self.attention_norm
+        mlp_LD = self.mlp_query.squeeze(1) * self.mlp_norm
+        layers_SD = torch.stack((attention_LD, mlp_LD), dim=1).flatten(0, 1)
+        queries_SD = torch.cat((layers_SD, self.output_query * self.output_norm))
+        return queries_SD.to(device=x_BTD.device, dtype=statistics_dtype(x_BTD.dtype))
+
+
+def source_logits(x_BTD: torch.Tensor, queries_SD: torch.Tensor, eps: float) -> torch.Tensor:
+    """Logits `[B, T, S]` of one source at S sites: w · RMSNorm(x), the norm applied to the product. No 1/√d.
+
+    Computed in the dtype of the queries (fp32 or fp64), also under autocast.
+    """
+    with torch.autocast(x_BTD.device.type, enabled=False):
+        norm_BT1 = torch.linalg.vector_norm(x_BTD, dim=-1, keepdim=True, dtype=queries_SD.dtype)
+        inverse_rms_BT1 = torch.rsqrt(norm_BT1.square() / x_BTD.shape[-1] + eps)
+        return torch.matmul(x_BTD.to(queries_SD.dtype), queries_SD.t()) * inverse_rms_BT1
+
+
+class Sources(NamedTuple):
+    """The closed blocks of a pass and their logits at every site. Functional: closing a block makes a new `Sources`."""
+
+    values: tuple[torch.Tensor, ...] = ()  # N of [B, T, D]
+    logits: tuple[torch.Tensor, ...] = ()  # N of [B, T, S]
+
+    def close(self, x_BTD: torch.Tensor, queries_SD: torch.Tensor, eps: float) -> "Sources":
+        """Add a finished block sum (or the embedding, or in Full mode a sublayer's output)."""
+        closed = (*self.values, x_BTD), (*self.logits, source_logits(x_BTD, queries_SD.to(x_BTD.device), eps))
+        # a model spread over devices continues where the newest block is
+        return Sources(*(tuple(tensor.to(x_BTD.device) for tensor in tensors) for tensors in closed))
+
+    def at(self, first_site: int, end_site: int) -> torch.Tensor:
+        """Logits of all blocks at a range of sites, `[sites, B, T, N]`."""
+        return torch.stack([logits_BTS[..., first_site:end_site] for logits_BTS in self.logits], -1).movedim(2, 0)
+
+
+class DepthRead(nn.Module):
+    """What one site reads. Without parameters; a module, so that its depth weights can be recorded by a hook."""
+
+    def __init__(self, eps: float):
+        super().__init__()
+        self.eps = eps
+
+    def forward(
+        self,
+        running_sum_BTD: torch.Tensor | None,
+        query_D: torch.Tensor,
+        logits_BTN: torch.Tensor,
+        *values_BTD: torch.Tensor,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Attend to the closed blocks and, where there is one, the running sum of the block so far.
+
+        Args:
+            running_sum_BTD: the running sum, or `None` at a site that opens a block.
+            query_D: the site's effective query, in the statistics dtype.
+            logits_BTN: the closed blocks' logits at this site.
+            values_BTD: the N closed blocks.
+
+        Returns:
+            The site's input `[B, T, D]` in the dtype of the sources, and its depth weights `[B, T, N (+ 1)]`, which sum
+            to 1, the running sum's last.
+        """
+        if running_sum_BTD is not None:
+            logit_BT1 = source_logits(running_sum_BTD, query_D[None], self.eps)
+            logits_BTN = torch.cat((logits_BTN, logit_BT1), dim=-1)
+            values_BTD = (*values_BTD, running_sum_BTD)
+        weights_BTN = logits_BTN.softmax(dim=-1)
+
+        # The first product makes the accumulator, in the statistics dtype by type promotion: nothing is upcast whole.
+        first_BTD, *rest = values_BTD
+        mixed_BTD = first_BTD * weights_BTN[..., :1]
+        for index, value_BTD in enumerate(rest, start=1):
+            mixed_BTD.addcmul_(value_BTD, weights_BTN[..., index : index + 1])
+        return mixed_BTD.to(first_BTD.dtype), weights_BTN
+
+
+def depth_read(
+    sources: list[torch.Tensor], query_D: torch.Tensor, norm_D: torch.Tensor, eps: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The plain twin of a read, written as in the paper: stack, normalise the keys, softmax over depth, weighted sum.
+
+    Args:
+        sources: the N sources a site reads, each `[B, T, D]`: closed blocks first, the running sum last.
+        query_D: the pseudo-query w.
+        norm_D: the key norm's weight γ.
+        eps: the key norm's epsilon.
+
+    Returns:
+        The site's input `[B, T, D]` in the dtype of the sources, and its depth weights `[B, T, N]`.
+    """
+    values_NBTD = torch.stack(sources)
+    keys_NBTD = values_NBTD.to(statistics_dtype(values_NBTD.dtype))
+    keys_NBTD = keys_NBTD * torch.rsqrt(keys_NBTD.square().mean(-1, keepdim=True) + eps) * norm_D
+    weights_NBT = torch.einsum("d,nbtd->nbt", query_D.to(keys_NBTD.dtype), keys_NBTD).softmax(dim=0)
+    mixed_BTD = torch.einsum("nbt,nbtd->btd", weights_NBT, values_NBTD.to(weights_NBT.dtype))
+    return mixed_BTD.to(values_NBTD.dtype), weights_NBT.movedim(0, -1)
+
+
+class _AlwaysReversed:
+    """A transform that is reversed on saving even if loading met nothing to transform, as with a base checkpoint."""
+
+    __slots__ = ()
+
+    def was_used(self) -> bool:
+        return True
+
+
+class _DepthRenaming(_AlwaysReversed, WeightRenaming):
+    __slots__ = ()
+
+
+class _DepthConverter(_AlwaysReversed, WeightConverter):
+    __slots__ = ()
+
+
+def depth_attention_mapping() -> list[WeightRenaming | WeightConverter]:
+    """The names of the depth parameters on disk (Kimi K3's, one tensor a layer) and in memory (stacked), reversibly.
+
+    | on disk                                      | shape    | in memory                      |
+    |----------------------------------------------|----------|--------------------------------|
+    | model.layers.N.self_attention_res_proj.weight | [1, D]  | model.attn_res.attention_query |
+    | model.layers.N.self_attention_res_norm.weight | [D]     | model.attn_res.attention_norm  |
+    | model.layers.N.mlp_res_proj.weight            | [1, D]  | model.attn_res.mlp_query       |
+    | model.layers.N.mlp_res_norm.weight            | [D]     | model.attn_res.mlp_norm        |
+    | model.output_attn_res_proj.weight             | [1, D]  | model.attn_res.output_query    |
+    | model.output_attn_res_norm.weight             | [D]     | model.attn_res.output_norm     |
+    """
+    stacked = {
+        "layers.*.self_attention_res_proj.weight": "attn_res.attention_query",
+        "layers.*.self_attention_res_norm.weight": "attn_res.attention_norm",
+        "layers.*.mlp_res_proj.weight": "attn_res.mlp_query",
+        "layers.*.mlp_res_norm.weight": "attn_res.mlp_norm",
+    }
+    renamed = {
+        "output_attn_res_proj.weight": "attn_res.output_query",
+        "output_attn_res_norm.weight": "attn_res.output_norm",
+    }
+    return [_DepthConverter(disk, memory, [MergeModulelist(dim=0)]) for disk, memory in stacked.items()] + [
+        _DepthRenaming(disk, memory) for disk, memory in renamed.items()
+    ]
