@@ -94,6 +94,11 @@ class Checkpoint:
         return found_in
 
     @property
+    def has_head(self) -> bool:
+        """Whether this is a causal LM's checkpoint; a base model's tensors have no `model.` prefix."""
+        return any(name.startswith("model.") for name in self.weight_map)
+
+    @property
     def shards(self) -> list[str]:
         """The shard file names, in order."""
         return sorted(set(self.weight_map.values()))
@@ -126,18 +131,18 @@ class Checkpoint:
         return BASE_FAMILIES[model_type]
 
     def check_fit(self, config: transformers.PreTrainedConfig) -> None:
-        """Check that the tensors are those that the config's causal LM expects, depth parameters aside.
+        """Check that the tensors are those that the config's model expects, depth parameters aside.
 
         Transformers loads tensors that have a shape but no storage, so names, merging rules and shapes are its own.
 
         Raises:
             CheckpointError: tensors are missing, unexpected or of another shape.
         """
-        causal_lm_class = FAMILIES[type(config)][1]
+        model_class = FAMILIES[type(config)][self.has_head]
         tensors = {name: torch.empty(shape, device="meta") for name, (shape, _) in self.describe().items()}
         with _quiet_transformers():
             try:
-                _, found = causal_lm_class.from_pretrained(
+                _, found = model_class.from_pretrained(
                     None,
                     config=config,
                     state_dict=tensors,

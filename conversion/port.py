@@ -14,6 +14,7 @@ from safetensors.torch import save
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
 import modeling_attnres
+from modeling_attnres.modeling_attnres import FAMILIES
 
 from .checkpoint import CONFIG_NAME, OTHER_WEIGHTS, Checkpoint, CheckpointError, open_source
 from .files import check_target, complete_or_absent, take_over
@@ -116,8 +117,7 @@ def attnres_config(checkpoint: Checkpoint, mode: str, block_size: int | None, nu
         config.validate_attn_res()
     except (ValueError, TypeError) as error:
         raise CheckpointError(str(error)) from error
-    causal_lm_class = modeling_attnres.modeling_attnres.FAMILIES[type(config)][1]
-    config.architectures = [causal_lm_class.__name__]
+    config.architectures = [FAMILIES[type(config)][checkpoint.has_head].__name__]
     config.auto_map = config.remote_code()
     return config
 
@@ -129,7 +129,8 @@ def write_port(checkpoint: Checkpoint, config, folder: Path, link: bool) -> int:
     names = {old: shard_name(index, count) for index, old in enumerate(checkpoint.shards, start=1)}
     take_over({checkpoint.folder / old: folder / new for old, new in names.items()}, link)
 
-    depth = depth_tensors(config.num_hidden_layers, config.hidden_size, base_prefix(checkpoint))
+    prefix = "model." if checkpoint.has_head else ""
+    depth = depth_tensors(config.num_hidden_layers, config.hidden_size, prefix)
     (folder / shard_name(count, count)).write_bytes(save(depth, metadata={"format": "pt"}))
     weight_map = {tensor: names[old] for tensor, old in checkpoint.weight_map.items()}
     weight_map |= dict.fromkeys(depth, shard_name(count, count))
@@ -147,11 +148,6 @@ def write_port(checkpoint: Checkpoint, config, folder: Path, link: bool) -> int:
 
 def shard_name(index: int, count: int) -> str:
     return f"model-{index:05d}-of-{count:05d}.safetensors"
-
-
-def base_prefix(checkpoint: Checkpoint) -> str:
-    """`model.`, or nothing for a checkpoint of the base model without a head."""
-    return "model." if any(name.startswith("model.") for name in checkpoint.weight_map) else ""
 
 
 def depth_tensors(num_layers: int, hidden_size: int, prefix: str) -> dict[str, torch.Tensor]:

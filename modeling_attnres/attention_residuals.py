@@ -91,14 +91,28 @@ class Sources(NamedTuple):
     logits: tuple[torch.Tensor, ...] = ()  # N of [B, T, S]
 
     def close(self, x_BTD: torch.Tensor, queries_SD: torch.Tensor, eps: float) -> "Sources":
-        """Add a finished block sum (or the embedding, or in Full mode a sublayer's output)."""
-        closed = (*self.values, x_BTD), (*self.logits, source_logits(x_BTD, queries_SD.to(x_BTD.device), eps))
+        """Add the embedding, a finished block's sum (rounded once, to the embedding's dtype) or a sublayer's output."""
+        logits_BTS = source_logits(x_BTD, queries_SD.to(x_BTD.device), eps)
+        value_BTD = x_BTD.to(self.values[0].dtype) if self.values else x_BTD
         # a model spread over devices continues where the newest block is
-        return Sources(*(tuple(tensor.to(x_BTD.device) for tensor in tensors) for tensors in closed))
+        return Sources(
+            (*(value.to(x_BTD.device) for value in self.values), value_BTD),
+            (*(logits.to(x_BTD.device) for logits in self.logits), logits_BTS),
+        )
 
     def at(self, first_site: int, end_site: int) -> torch.Tensor:
         """Logits of all blocks at a range of sites, `[sites, B, T, N]`."""
         return torch.stack([logits_BTS[..., first_site:end_site] for logits_BTS in self.logits], -1).movedim(2, 0)
+
+
+def add_output(running_sum_BTD: torch.Tensor | None, output_BTD: torch.Tensor) -> torch.Tensor:
+    """Add a sublayer's output to the running sum of its block, or open one with it.
+
+    The sum is kept in the statistics dtype: rounding it to bf16 after every sublayer would cost more than all else.
+    """
+    if running_sum_BTD is None:
+        return output_BTD
+    return running_sum_BTD.to(statistics_dtype(output_BTD.dtype)) + output_BTD
 
 
 class DepthRead(nn.Module):

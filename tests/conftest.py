@@ -1,0 +1,67 @@
+import os
+import subprocess
+import sys
+import sysconfig
+from pathlib import Path
+
+import pytest
+import torch
+
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+torch.set_num_threads(1)  # tests run in parallel processes
+
+from tests.families import FAMILIES, LAYOUTS  # noqa: E402
+
+
+ROOT = Path(__file__).parent.parent
+
+
+@pytest.fixture(params=FAMILIES, ids=lambda family: family.name)
+def family(request):
+    return request.param
+
+
+@pytest.fixture(params=LAYOUTS.values(), ids=LAYOUTS.keys())
+def layout(request):
+    """Config fields of one block layout."""
+    return request.param
+
+
+@pytest.fixture(params=["block", "full"])
+def mode(request):
+    return {"attn_res_mode": request.param}
+
+
+@pytest.fixture
+def base_checkpoint(family, tmp_path):
+    """A tiny base checkpoint as transformers saves it."""
+    folder = tmp_path / "base"
+    family.base_causal_lm().save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture
+def run_isolated(tmp_path):
+    """Run Python code in a fresh process that has the installed packages but cannot import this project."""
+
+    def run(code: str, **environment: str) -> str:
+        guard = "import importlib.util as u; assert not any(map(u.find_spec, ('modeling_attnres', 'conversion')))\n"
+        process = subprocess.run(
+            [sys.executable, "-S", "-c", guard + code],  # -S: no editable install
+            cwd=tmp_path,
+            env={
+                "PATH": os.environ["PATH"],
+                "PYTHONPATH": sysconfig.get_paths()["purelib"],
+                "HF_HOME": str(tmp_path / "hf_home"),
+                "HF_HUB_OFFLINE": "1",
+                **environment,
+            },
+            capture_output=True,
+            text=True,
+            timeout=300,
+        )
+        assert process.returncode == 0, process.stderr
+        return process.stdout
+
+    return run

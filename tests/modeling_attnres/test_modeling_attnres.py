@@ -1,0 +1,273 @@
+"""Whole models: numbers against the oracle, outputs, gradients, and the ways transformers runs a model."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+from transformers import DynamicCache
+
+from tests.families import FAMILIES, randomise_depth, tokens
+from tests.oracle import Recorder, expected_inputs, relative_error
+
+
+TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 4e-3}
+
+
+def check_against_oracle(model, tolerance, **inputs):
+    mask = inputs.get("attention_mask")
+    with torch.no_grad(), Recorder(model.model) as record:
+        outputs = model(**inputs, output_depth_attentions=True)
+    expected, weights = expected_inputs(record, model.model.attn_res, model.config)
+    real = slice(None) if mask is None else mask.bool()
+    assert len(outputs.depth_attentions) == len(expected) == 2 * model.config.num_hidden_layers + 1
+    for site, (value, weight) in enumerate(zip(expected, weights, strict=True)):
+        assert relative_error(record.inputs[site][real], value[real]) <= tolerance, f"site {site}"
+        assert weight.shape == outputs.depth_attentions[site].shape
+        torch.testing.assert_close(outputs.depth_attentions[site][real].double(), weight[real], rtol=0, atol=5e-6)
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=["fp32", "bf16"])
+def test_every_sublayer_reads_what_the_oracle_says(family, layout, dtype):
+    check_against_oracle(family.causal_lm(dtype=dtype, **layout), TOLERANCE[dtype], input_ids=tokens(length=40))
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=["fp32", "bf16"])
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_oracle_with_padding(family, mode, dtype, side):
+    mask = torch.ones(2, 24, dtype=torch.long)
+    mask[0, :7] = 0
+    mask = mask if side == "left" else mask.flip(1)
+    model = family.causal_lm(dtype=dtype, **mode)
+    check_against_oracle(model, TOLERANCE[dtype], input_ids=tokens(), attention_mask=mask)
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=["fp32", "bf16"])
+def test_oracle_with_cached_decoding(family, layout, dtype):
+    model = family.causal_lm(dtype=dtype, **layout)
+    cache = DynamicCache(config=model.config)
+    ids = tokens(length=20)
+    for piece in (ids[:, :15], ids[:, 15:16], ids[:, 16:17]):
+        check_against_oracle(model, TOLERANCE[dtype], input_ids=piece, cache=cache, use_cache=True)
+
+
+def test_zero_queries_compute_what_the_base_computes(family, layout, base_checkpoint):
+    """The lossless port in memory: zero queries read means, and a norm does not see the difference to the sum."""
+    base = family.base("ForCausalLM").from_pretrained(base_checkpoint).eval()
+    ported = family.ours("ForCausalLM").from_pretrained(base_checkpoint, attn_res_scale_norm_eps=True, **layout).eval()
+    ids = tokens(length=60)
+    with torch.no_grad():
+        expected = base(ids).logits
+        assert relative_error(ported(ids).logits, expected) <= 3e-6
+        assert all(
+            (weights - weights[..., :1]).abs().max() < 1e-6
+            for weights in ported(ids, output_depth_attentions=True).depth_attentions
+        )
+    kwargs = {"max_new_tokens": 30, "do_sample": False, "eos_token_id": None}
+    assert torch.equal(ported.generate(ids[:, :10], **kwargs), base.generate(ids[:, :10], **kwargs))
+
+
+def test_scaled_eps_is_what_makes_the_port_lossless(family, mode):
+    """With small activations eps matters: off, the port differs; on, it does not."""
+    base = family.base_causal_lm(rms_norm_eps=1e-2, initializer_range=0.02)
+    errors = {}
+    for scaled in (False, True):
+        model = family.ours("ForCausalLM")(
+            family.config(rms_norm_eps=1e-2, initializer_range=0.02, attn_res_scale_norm_eps=scaled, **mode)
+        ).eval()
+        model.load_state_dict(base.state_dict(), strict=False)
+        with torch.no_grad():
+            errors[scaled] = relative_error(model(tokens()).logits, base(tokens()).logits)
+    assert errors[True] <= 3e-6
+    assert errors[False] > 1e-2
+
+
+def test_mode_none_is_the_base_model(family):
+    base = family.base_causal_lm()
+    control = family.ours("ForCausalLM")(family.config(attn_res_mode="none")).eval()
+    assert control.state_dict().keys() == base.state_dict().keys()
+    control.load_state_dict(base.state_dict())
+    ids, flags = tokens(), {"output_hidden_states": True, "labels": tokens()}
+    found, expected = control(ids, **flags), base(ids, **flags)
+    assert torch.equal(found.loss, expected.loss)
+    assert torch.equal(found.logits, expected.logits)
+    for one, other in zip(found.hidden_states, expected.hidden_states, strict=True):
+        assert torch.equal(one, other)
+    assert control(ids, output_depth_attentions=True).depth_attentions == ()
+    generated = [m.generate(ids, max_new_tokens=8, do_sample=False) for m in (control, base)]
+    assert torch.equal(*generated)
+
+
+def test_outputs(family, mode):
+    model = family.causal_lm(attn_implementation="eager", **mode)
+    ids, layers = tokens(), model.config.num_hidden_layers
+    flags = {"output_hidden_states": True, "output_attentions": True, "output_depth_attentions": True}
+    outputs = model(ids, **flags)
+
+    assert len(outputs.hidden_states) == layers + 1
+    assert torch.equal(outputs.hidden_states[0], model.model.embed_tokens(ids))
+    assert torch.equal(outputs.hidden_states[-1], model.model(ids).last_hidden_state)
+    attention_layers = (
+        sum(kind == "full_attention" for kind in getattr(model.config, "layer_types", None) or []) or layers
+    )
+    assert len(outputs.attentions) == attention_layers
+    assert len(outputs.depth_attentions) == 2 * layers + 1
+    for site, weights in enumerate(outputs.depth_attentions):
+        assert weights.shape == (*ids.shape, model.config.attn_res_num_sources(site))
+        torch.testing.assert_close(weights.sum(-1), torch.ones(ids.shape))
+
+    assert "depth_attentions" not in model(ids)
+    as_tuple = model(ids, return_dict=False, **flags)
+    assert isinstance(as_tuple, tuple)
+    assert len(as_tuple) == len(outputs.to_tuple())
+    from_base_model = model.model(ids, output_depth_attentions=True)
+    assert torch.equal(from_base_model.depth_attentions[-1], outputs.depth_attentions[-1])
+
+    model.config.output_depth_attentions = True
+    assert len(model(ids).depth_attentions) == 2 * layers + 1
+
+
+def test_router_logits(mode):
+    family = next(family for family in FAMILIES if family.name == "KimiLinear")
+    model = family.causal_lm(**mode)
+    outputs = model(tokens(), output_router_logits=True)
+    sparse = model.config.mlp_layer_types.count("sparse")
+    assert [logits.shape for logits in outputs.router_logits] == [(tokens().numel(), 8)] * sparse
+
+
+def test_loss_embeddings_and_kept_logits(family, mode):
+    model = family.causal_lm(**mode)
+    ids = tokens()
+    outputs = model(ids, labels=ids)
+    expected = nn.functional.cross_entropy(outputs.logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
+    torch.testing.assert_close(outputs.loss, expected)
+    embedded = model(inputs_embeds=model.get_input_embeddings()(ids)).logits
+    torch.testing.assert_close(embedded, outputs.logits)
+    torch.testing.assert_close(model(ids, logits_to_keep=3).logits, outputs.logits[:, -3:])
+    for inputs in ({}, {"input_ids": ids, "inputs_embeds": embedded}):
+        with pytest.raises(ValueError, match="exactly one"):
+            model(**inputs)
+
+
+def test_eager_and_sdpa_agree(family, mode):
+    ids = tokens()
+    logits = [family.causal_lm(attn_implementation=name, **mode)(ids).logits for name in ("eager", "sdpa")]
+    torch.testing.assert_close(*logits, rtol=1e-4, atol=1e-4)
+
+
+def test_tied_embeddings(mode, tmp_path):
+    model = FAMILIES[0].causal_lm(tie_word_embeddings=True, **mode)
+    assert model.lm_head.weight is model.model.embed_tokens.weight
+    model.save_pretrained(tmp_path)
+    again = FAMILIES[0].ours("ForCausalLM").from_pretrained(tmp_path)
+    assert again.lm_head.weight is again.model.embed_tokens.weight
+    torch.testing.assert_close(again(tokens()).logits, model(tokens()).logits)
+
+
+def test_padding_changes_nothing_for_real_tokens(family, layout):
+    model = family.causal_lm(**layout)
+    ids = tokens(batch=1, length=12)
+    alone = model(ids).logits
+    padding, other = torch.zeros(1, 5, dtype=torch.long), tokens(batch=1, length=17, seed=9)
+    for side in ("left", "right"):
+        pieces = (padding, ids) if side == "left" else (ids, padding)
+        batch = torch.cat([torch.cat(pieces, dim=1), other])
+        mask = torch.ones_like(batch)
+        real = slice(5, None) if side == "left" else slice(None, 12)
+        mask[0] = 0
+        mask[0, real] = 1
+        positions = (mask.cumsum(-1) - 1).clamp(min=0)
+        padded = model(batch, attention_mask=mask, position_ids=positions).logits[:1, real]
+        torch.testing.assert_close(padded, alone, rtol=1e-4, atol=1e-4)
+
+
+def gradients(model, ids):
+    model.zero_grad()
+    model(ids, labels=ids).loss.backward()
+    return {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
+
+
+def test_every_depth_parameter_gets_a_gradient(family, layout):
+    model = family.causal_lm(**layout).train()
+    found = gradients(model, tokens())
+    for name, gradient in found.items():
+        if ".attn_res." not in name:
+            continue
+        assert gradient.isfinite().all()
+        rows = gradient.flatten(1) if gradient.ndim > 1 else gradient[None]
+        unread = {0} if "attention_" in name else set()  # the first sublayer has one source
+        for row, values in enumerate(rows):
+            assert (row in unread) == (not values.any()), f"{name}[{row}]"
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_gradient_checkpointing_changes_no_gradient(family, layout, reentrant):
+    model = family.causal_lm(**layout).train()
+    expected = gradients(model, tokens())
+    model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+    calls = []
+    handle = model.model.layers[2].mlp.register_forward_pre_hook(lambda *_: calls.append(1))
+    found = gradients(model, tokens())
+    handle.remove()
+    assert len(calls) == 2  # the pass and its recomputation
+    for name, gradient in expected.items():
+        assert relative_error(found[name], gradient) <= 1e-5 or not gradient.any(), name
+
+
+def test_a_pass_changes_nothing_it_received(family, mode):
+    """State is functional: a layer run twice on the same tensors returns the same and leaves them as they were."""
+    model = family.causal_lm(**mode)
+    seen = []
+
+    def run_again(layer, args, kwargs, output):
+        before = [argument.clone() for argument in args]
+        again = layer.forward(*args, **kwargs | {"cache": None})
+        seen.append(all(map(torch.equal, before, args)) and all(map(torch.equal, output, again)))
+
+    for layer in model.model.layers:
+        layer.register_forward_hook(run_again, with_kwargs=True)
+    with torch.no_grad():
+        model(tokens(), use_cache=False)
+    assert seen == [True] * model.config.num_hidden_layers
+
+
+def test_oracle_under_autocast(family, layout):
+    """Sublayers run in bf16; the stream keeps the embedding's fp32, and depth attention its statistics."""
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        check_against_oracle(family.causal_lm(**layout), TOLERANCE[torch.float32], input_ids=tokens())
+
+
+def test_is_one_graph(mode):
+    """Traced without a break, in training too; that a compiled model decodes right is tested with generation."""
+    model = FAMILIES[0].causal_lm(**mode)
+    expected = model(tokens()).logits
+    compiled = torch.compile(copy.deepcopy(model), fullgraph=True, backend="aot_eager")
+    torch.testing.assert_close(compiled(tokens()).logits, expected, rtol=1e-4, atol=1e-4)
+    for name, gradient in gradients(compiled, tokens()).items():
+        assert gradient.isfinite().all(), name
+
+
+def test_depth_parameters_stay_fp32_in_a_bf16_model(family, tmp_path):
+    family.causal_lm().save_pretrained(tmp_path)
+    model = family.ours("ForCausalLM").from_pretrained(tmp_path, dtype="bfloat16")
+    assert model.dtype == torch.bfloat16
+    assert model.model.layers[0].mlp.down_proj.weight.dtype == torch.bfloat16
+    assert {parameter.dtype for parameter in model.model.attn_res.parameters()} == {torch.float32}
+    assert model(tokens()).logits.dtype == torch.bfloat16
+
+
+def test_resizing_embeddings_leaves_depth_parameters(family):
+    model = family.causal_lm()
+    before = copy.deepcopy(model.model.attn_res.state_dict())
+    model.resize_token_embeddings(120)
+    assert model(tokens()).logits.shape[-1] == 120
+    for name, value in model.model.attn_res.state_dict().items():
+        assert torch.equal(value, before[name])
+
+
+def test_new_models_start_with_zero_queries_and_unit_norms(family):
+    model = family.ours("ForCausalLM")(family.config())
+    for name, parameter in model.model.attn_res.named_parameters():
+        assert torch.equal(parameter, torch.zeros_like(parameter) if "query" in name else torch.ones_like(parameter))
+    randomise_depth(model)
+    assert all(parameter.any() for parameter in model.model.attn_res.parameters())
