@@ -360,5 +360,5 @@ def test_command_line(base_checkpoint, tmp_path, monkeypatch, capsys):
     assert "Example: python -m conversion port" in CliRunner().invoke(app, ["port", "--help"]).output
 
     monkeypatch.setattr("sys.argv", ["conversion", "port", str(base_checkpoint), str(tmp_path / "target")])
-    with pytest.raises(SystemExit, match="error: .*is not empty"):
+    with pytest.raises(SystemExit, match=r"error: .*is not empty"):
         run()

@@ -54,7 +54,7 @@ def test_names_on_disk(family, tmp_path, kind):
 
 
 def test_saving_a_model_loaded_from_a_base_checkpoint(family, base_checkpoint, tmp_path):
-    """The names are the same whether or not the checkpoint that was loaded had depth tensors; base tensors are bytes."""
+    """The names are the same whether or not the checkpoint that was loaded had depth tensors."""
     model = family.ours("ForCausalLM").from_pretrained(base_checkpoint)
     model.save_pretrained(tmp_path / "saved")
     saved, base = saved_tensors(tmp_path / "saved"), saved_tensors(base_checkpoint)
