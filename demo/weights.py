@@ -3,8 +3,13 @@
 import importlib.util
 from pathlib import Path
 
+from filelock import FileLock
+
 from conversion.checkpoint import CheckpointError, open_source
 from conversion.files import complete_or_absent, take_over
+
+
+CHECKPOINTS = Path(__file__).parent / "checkpoints"
 
 
 def smollm2_gguf() -> Path:
@@ -15,9 +20,11 @@ def smollm2_gguf() -> Path:
     return Path(spec.origin).parent / "SmolLM2-135M-Instruct.Q4_1.gguf"
 
 
-def smollm2(folder: Path) -> Path:
+def smollm2(folder: Path = CHECKPOINTS / "SmolLM2-135M-Instruct") -> Path:
     """SmolLM2-135M-Instruct dequantised to fp32, as transformers saves it: made in `folder`, or found there."""
-    if not folder.exists():
-        with open_source(str(smollm2_gguf())) as checkpoint, complete_or_absent(folder) as incomplete:
-            take_over({path: incomplete / path.name for path in checkpoint.folder.iterdir()})
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with FileLock(folder.with_suffix(".lock")):  # tests run in parallel processes
+        if not folder.exists():
+            with open_source(str(smollm2_gguf())) as checkpoint, complete_or_absent(folder) as incomplete:
+                take_over({path: incomplete / path.name for path in checkpoint.folder.iterdir()})
     return folder

@@ -219,3 +219,13 @@ def depth_attention_mapping() -> list[WeightRenaming | WeightConverter]:
     return [_DepthConverter(disk, memory, [MergeModulelist(dim=0)]) for disk, memory in stacked.items()] + [
         _DepthRenaming(disk, memory) for disk, memory in renamed.items()
     ]
+
+
+def with_literal_dots(rule: WeightRenaming | WeightConverter) -> WeightRenaming | WeightConverter:
+    """Mixtral's rule `.block_sparse_moe.` -> `.mlp.` as it is meant.
+
+    Patterns are regular expressions: reversed on saving, its unescaped dots would take `.mlp_` of `.mlp_res_proj`, too.
+    """
+    if isinstance(rule, WeightRenaming) and rule.source_patterns == [".block_sparse_moe."]:
+        return WeightRenaming(r"\.block_sparse_moe\.", r"\.mlp\.")
+    return rule

@@ -12,7 +12,7 @@ from typing import Literal
 import transformers
 from huggingface_hub.dataclasses import strict
 from packaging.version import Version
-from transformers import KimiLinearConfig, LlamaConfig
+from transformers import DeepseekV3Config, KimiLinearConfig, LlamaConfig, MixtralConfig, Qwen3MoeConfig
 from transformers.utils import logging
 
 
@@ -131,8 +131,29 @@ class AttnResLlamaConfig(AttnResFields, LlamaConfig):
 
 
 @strict
+class AttnResMixtralConfig(AttnResFields, MixtralConfig):
+    model_type = "attnres_mixtral"
+
+
+@strict
+class AttnResQwen3MoeConfig(AttnResFields, Qwen3MoeConfig):
+    model_type = "attnres_qwen3_moe"
+
+
+@strict
+class AttnResDeepseekV3Config(AttnResFields, DeepseekV3Config):
+    model_type = "attnres_deepseek_v3"
+
+
+@strict
 class AttnResKimiLinearConfig(AttnResFields, KimiLinearConfig):
     model_type = "attnres_kimi_linear"
 
 
-__all__ = ["AttnResKimiLinearConfig", "AttnResLlamaConfig"]
+__all__ = [
+    "AttnResDeepseekV3Config",
+    "AttnResKimiLinearConfig",
+    "AttnResLlamaConfig",
+    "AttnResMixtralConfig",
+    "AttnResQwen3MoeConfig",
+]

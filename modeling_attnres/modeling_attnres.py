@@ -15,28 +15,62 @@ Shapes: B batch, T tokens, D hidden size, L decoder layers, S = 2L + 1 sites, N 
 import torch
 from torch import nn
 from transformers import (
+    DeepseekV3ForCausalLM,
+    DeepseekV3Model,
     KimiLinearForCausalLM,
     KimiLinearModel,
     LlamaForCausalLM,
     LlamaModel,
+    MixtralForCausalLM,
+    MixtralModel,
     PreTrainedModel,
+    Qwen3MoeForCausalLM,
+    Qwen3MoeModel,
 )
 from transformers.cache_utils import Cache, DynamicCache
 from transformers.conversion_mapping import (
     get_checkpoint_conversion_mapping,
     register_checkpoint_conversion_mapping,
 )
-from transformers.masking_utils import create_causal_mask, create_recurrent_attention_mask
+from transformers.masking_utils import (
+    create_causal_mask,
+    create_recurrent_attention_mask,
+    create_sliding_window_causal_mask,
+)
 from transformers.modeling_outputs import BaseModelOutputWithPast, MoeModelOutputWithPast
+from transformers.models.deepseek_v3.modeling_deepseek_v3 import (
+    DeepseekV3DecoderLayer,
+    DeepseekV3RMSNorm,
+    DeepseekV3RotaryEmbedding,
+)
 from transformers.models.kimi_linear.modeling_kimi_linear import KimiLinearDecoderLayer, KimiLinearRMSNorm
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRMSNorm, LlamaRotaryEmbedding
+from transformers.models.mixtral.modeling_mixtral import MixtralDecoderLayer, MixtralRMSNorm, MixtralRotaryEmbedding
+from transformers.models.qwen3_moe.modeling_qwen3_moe import (
+    Qwen3MoeDecoderLayer,
+    Qwen3MoeRMSNorm,
+    Qwen3MoeRotaryEmbedding,
+)
 from transformers.utils import can_return_tuple
 from transformers.utils.deprecation import deprecate_kwarg
 from transformers.utils.generic import merge_with_config_defaults
 from transformers.utils.output_capturing import OutputRecorder, capture_outputs
 
-from .attention_residuals import DepthAttention, DepthRead, Sources, add_output, depth_attention_mapping
-from .configuration_attnres import AttnResKimiLinearConfig, AttnResLlamaConfig
+from .attention_residuals import (
+    DepthAttention,
+    DepthRead,
+    Sources,
+    add_output,
+    depth_attention_mapping,
+    with_literal_dots,
+)
+from .configuration_attnres import (
+    AttnResDeepseekV3Config,
+    AttnResKimiLinearConfig,
+    AttnResLlamaConfig,
+    AttnResMixtralConfig,
+    AttnResQwen3MoeConfig,
+)
 
 
 class AttnResDecoderLayer:
@@ -102,6 +136,12 @@ class AttnResPreTrainedModel:
         super()._init_weights(module)
         if isinstance(module, DepthAttention):
             module.reset_parameters()
+
+    @classmethod
+    def _can_set_experts_implementation(cls) -> bool:
+        """As the base family can: transformers tells from the source code of the module that defines the class."""
+        base_class = next(base for base in cls.__mro__ if base.__module__.startswith("transformers.models."))
+        return base_class._can_set_experts_implementation()
 
     def save_pretrained(self, save_directory, **kwargs) -> None:
         """Save as the base does; the config names the remote code of every Auto class, whichever class is saved."""
@@ -291,6 +331,76 @@ class AttnResLlamaForCausalLM(AttnResForCausalLM, LlamaForCausalLM):
     model_class = AttnResLlamaModel
 
 
+class SlidingWindowModel(AttnResModel):
+    """A model whose attention may look back over a window only."""
+
+    def attention_masks(self, attention_mask, **mask_kwargs) -> list:
+        windowed = self.config.sliding_window is not None
+        create_mask = create_sliding_window_causal_mask if windowed else create_causal_mask
+        return [create_mask(attention_mask=attention_mask, **mask_kwargs)] * self.config.num_hidden_layers
+
+
+class AuxiliaryLossForCausalLM(AttnResForCausalLM):
+    """A causal LM whose base adds a load-balancing loss over its routers."""
+
+    def __init__(self, config):
+        super().__init__(config)
+        self.router_aux_loss_coef = config.router_aux_loss_coef
+        self.num_experts = config.num_experts
+        self.num_experts_per_tok = config.num_experts_per_tok
+
+
+class AttnResMixtralDecoderLayer(AttnResDecoderLayer, MixtralDecoderLayer):
+    pass
+
+
+class AttnResMixtralModel(SlidingWindowModel, MixtralModel):
+    config: AttnResMixtralConfig
+    decoder_layer_class = AttnResMixtralDecoderLayer
+    base_decoder_layer_class = MixtralDecoderLayer
+    norm_class = MixtralRMSNorm
+    rotary_class = MixtralRotaryEmbedding
+
+
+class AttnResMixtralForCausalLM(AuxiliaryLossForCausalLM, MixtralForCausalLM):
+    config: AttnResMixtralConfig
+    model_class = AttnResMixtralModel
+
+
+class AttnResQwen3MoeDecoderLayer(AttnResDecoderLayer, Qwen3MoeDecoderLayer):
+    pass
+
+
+class AttnResQwen3MoeModel(SlidingWindowModel, Qwen3MoeModel):
+    config: AttnResQwen3MoeConfig
+    decoder_layer_class = AttnResQwen3MoeDecoderLayer
+    base_decoder_layer_class = Qwen3MoeDecoderLayer
+    norm_class = Qwen3MoeRMSNorm
+    rotary_class = Qwen3MoeRotaryEmbedding
+
+
+class AttnResQwen3MoeForCausalLM(AuxiliaryLossForCausalLM, Qwen3MoeForCausalLM):
+    config: AttnResQwen3MoeConfig
+    model_class = AttnResQwen3MoeModel
+
+
+class AttnResDeepseekV3DecoderLayer(AttnResDecoderLayer, DeepseekV3DecoderLayer):
+    pass
+
+
+class AttnResDeepseekV3Model(AttnResModel, DeepseekV3Model):
+    config: AttnResDeepseekV3Config
+    decoder_layer_class = AttnResDeepseekV3DecoderLayer
+    base_decoder_layer_class = DeepseekV3DecoderLayer
+    norm_class = DeepseekV3RMSNorm
+    rotary_class = DeepseekV3RotaryEmbedding
+
+
+class AttnResDeepseekV3ForCausalLM(AttnResForCausalLM, DeepseekV3ForCausalLM):
+    config: AttnResDeepseekV3Config
+    model_class = AttnResDeepseekV3Model
+
+
 class AttnResKimiLinearDecoderLayer(AttnResDecoderLayer, KimiLinearDecoderLayer):
     def attend(self, hidden_states: torch.Tensor, **kwargs) -> torch.Tensor:
         if self.block_type != "linear_attention":
@@ -323,6 +433,9 @@ class AttnResKimiLinearForCausalLM(AttnResForCausalLM, KimiLinearForCausalLM):
 
 FAMILIES = {
     AttnResLlamaConfig: (AttnResLlamaModel, AttnResLlamaForCausalLM),
+    AttnResMixtralConfig: (AttnResMixtralModel, AttnResMixtralForCausalLM),
+    AttnResQwen3MoeConfig: (AttnResQwen3MoeModel, AttnResQwen3MoeForCausalLM),
+    AttnResDeepseekV3Config: (AttnResDeepseekV3Model, AttnResDeepseekV3ForCausalLM),
     AttnResKimiLinearConfig: (AttnResKimiLinearModel, AttnResKimiLinearForCausalLM),
 }
 
@@ -336,9 +449,10 @@ for _config_class, _model_classes in FAMILIES.items():
         }
         _class._keep_in_fp32_modules_strict = [*(_class._keep_in_fp32_modules_strict or []), "attn_res"]
     # A custom class gets no rules of its base family, so they are registered with ours.
+    _base_rules = get_checkpoint_conversion_mapping(_config_class.base_model_type()) or []
     register_checkpoint_conversion_mapping(
         _config_class.model_type,
-        [*depth_attention_mapping(), *(get_checkpoint_conversion_mapping(_config_class.base_model_type()) or [])],
+        [*depth_attention_mapping(), *map(with_literal_dots, _base_rules)],
         overwrite=True,  # the same code may be loaded both as this package and as remote code
     )
 

@@ -63,25 +63,30 @@ def randomise_depth(model, seed: int = 1, scale: float = 0.5) -> None:
             parameter.data.add_(torch.randn(parameter.shape, generator=generator) * scale)
 
 
+_GROUPED = _SHARED | {"num_key_value_heads": 2}
+_EXPERTS = {"moe_intermediate_size": 16, "num_experts_per_tok": 2}
+_LATENT = _EXPERTS | {
+    "num_key_value_heads": 4,
+    "kv_lora_rank": 16,
+    "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 8,
+    "v_head_dim": 8,
+}
+
 FAMILIES = [
-    Family("Llama", _SHARED | {"num_key_value_heads": 2}),
+    Family("Llama", _GROUPED),
+    Family("Mixtral", _GROUPED | {"num_local_experts": 4, "num_experts_per_tok": 2}),
+    Family("Qwen3Moe", _GROUPED | _EXPERTS | {"num_experts": 8, "head_dim": 8, "mlp_only_layers": [1]}),
     Family(
-        "KimiLinear",
+        "DeepseekV3",
         _SHARED
-        | {
-            "num_key_value_heads": 4,
-            "moe_intermediate_size": 16,
-            "num_local_experts": 8,
-            "num_experts_per_tok": 2,
-            "kv_lora_rank": 16,
-            "qk_rope_head_dim": 8,
-            "qk_nope_head_dim": 8,
-            "v_head_dim": 8,
-            "linear_head_dim": 8,
-            "linear_num_heads": 4,
-        },
+        | _LATENT
+        | {"n_routed_experts": 8, "n_group": 2, "topk_group": 1, "q_lora_rank": 16}
+        | {"first_k_dense_replace": 1},
     ),
+    Family("KimiLinear", _SHARED | _LATENT | {"num_local_experts": 8, "linear_head_dim": 8, "linear_num_heads": 4}),
 ]
+BY_NAME = {family.name: family for family in FAMILIES}
 
 LAYOUTS = {
     "block": {},

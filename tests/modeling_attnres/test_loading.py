@@ -8,7 +8,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
 from transformers.utils import logging
 
-from tests.families import tokens
+from tests.families import FAMILIES, tokens
 
 
 DEPTH_NAMES = ["self_attention_res_proj", "self_attention_res_norm", "mlp_res_proj", "mlp_res_norm"]
@@ -147,8 +147,8 @@ torch.save(logits, "logits.pt")
     assert (tmp_path / "again" / "attention_residuals.py").exists()
 
 
-def test_a_note_about_an_untested_transformers(family, tmp_path, run_isolated):
-    family.causal_lm().save_pretrained(tmp_path / "checkpoint")
+def test_a_note_about_an_untested_transformers(tmp_path, run_isolated):
+    FAMILIES[0].causal_lm().save_pretrained(tmp_path / "checkpoint")
     code = """
 import sys, transformers
 transformers.__version__ = "5.99.0"

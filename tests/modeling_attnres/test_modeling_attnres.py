@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from transformers import DynamicCache
 
-from tests.families import FAMILIES, randomise_depth, tokens
+from tests.families import BY_NAME, FAMILIES, randomise_depth, tokens
 from tests.oracle import Recorder, expected_inputs, relative_error
 
 
@@ -127,12 +127,47 @@ def test_outputs(family, mode):
     assert len(model(ids).depth_attentions) == 2 * layers + 1
 
 
-def test_router_logits(mode):
-    family = next(family for family in FAMILIES if family.name == "KimiLinear")
-    model = family.causal_lm(**mode)
+@pytest.mark.parametrize("name", ["Mixtral", "Qwen3Moe", "DeepseekV3", "KimiLinear"])
+def test_router_logits(name, mode):
+    model = BY_NAME[name].causal_lm(**mode)
     outputs = model(tokens(), output_router_logits=True)
-    sparse = model.config.mlp_layer_types.count("sparse")
-    assert [logits.shape for logits in outputs.router_logits] == [(tokens().numel(), 8)] * sparse
+    sparse = sum(hasattr(layer.mlp, "experts") for layer in model.model.layers)
+    assert sparse > 0
+    assert [logits.shape[0] for logits in outputs.router_logits] == [tokens().numel()] * sparse
+
+
+@pytest.mark.parametrize("name", ["Mixtral", "Qwen3Moe"])
+def test_auxiliary_loss_is_the_bases(name, mode):
+    """Zero queries route as the base does, so the load-balancing loss is the base's."""
+    base = BY_NAME[name].base_causal_lm(router_aux_loss_coef=0.5)
+    model = BY_NAME[name].ours("ForCausalLM")(
+        BY_NAME[name].config(router_aux_loss_coef=0.5, attn_res_scale_norm_eps=True, **mode)
+    )
+    model.load_state_dict(base.state_dict(), strict=False)
+    flags = {"labels": tokens(), "output_router_logits": True}
+    found, expected = model.eval()(tokens(), **flags), base(tokens(), **flags)
+    assert expected.aux_loss > 0
+    torch.testing.assert_close(found.aux_loss, expected.aux_loss)
+    torch.testing.assert_close(found.loss, expected.loss)
+
+
+@pytest.mark.parametrize("implementation", ["eager", "batched_mm", "grouped_mm"])
+@pytest.mark.parametrize("name", ["Mixtral", "Qwen3Moe", "DeepseekV3", "KimiLinear"])
+def test_expert_implementations_agree(name, mode, implementation):
+    model = BY_NAME[name].causal_lm(**mode)
+    expected = model(tokens()).logits
+    model.set_experts_implementation(implementation)
+    assert model.config._experts_implementation == implementation
+    torch.testing.assert_close(model(tokens()).logits, expected, rtol=1e-4, atol=1e-4)
+
+
+def test_plans_and_fp32_lists_of_the_base_carry_over(family, mode):
+    base, model = family.base_causal_lm(), family.causal_lm(**mode)
+    for plan in ("tp_plan", "pp_plan", "ep_plan"):
+        assert getattr(model, plan) == getattr(base, plan)
+    assert model._keep_in_fp32_modules_strict == base._keep_in_fp32_modules_strict | {"attn_res"}
+    assert model._no_split_modules > base._no_split_modules
+    assert {type(layer).__name__ for layer in model.model.layers} <= model._no_split_modules
 
 
 def test_loss_embeddings_and_kept_logits(family, mode):
