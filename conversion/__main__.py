@@ -1,4 +1,4 @@
-"""`python -m conversion …`: port checkpoints to Attention Residuals."""
+"""Port checkpoints to Attention Residuals and back, look at them, and check that they compute what they should."""
 
 from pathlib import Path
 from typing import Annotated, Literal
@@ -6,30 +6,83 @@ from typing import Annotated, Literal
 import typer
 
 from .checkpoint import CheckpointError
+from .export import export as export_checkpoint
+from .inspection import inspect as inspect_checkpoint
+from .port import Blocks
 from .port import port as port_checkpoint
+from .upcycle import upcycle as upcycle_checkpoint
+from .verify import verify as verify_checkpoint
 
 
-app = typer.Typer(no_args_is_help=True, pretty_exceptions_enable=False, help=__doc__)
+app = typer.Typer(no_args_is_help=True, pretty_exceptions_enable=False, help=__doc__, rich_markup_mode=None)
 
-
-@app.callback()
-def main() -> None:
-    pass
+Source = Annotated[str, typer.Argument(help="A local folder, a hub id or a GGUF file.")]
+Target = Annotated[Path, typer.Argument(help="The folder to write; it must not exist, or be empty.")]
+Mode = Annotated[Literal["block", "full"], typer.Option(help="Read blocks of layers, or every sublayer.")]
+BlockSize = Annotated[int | None, typer.Option(help="Decoder layers a block. Default: layers / 8, rounded up.")]
+NumBlocks = Annotated[int | None, typer.Option(help="The number of blocks, in place of their size.")]
+Text = Annotated[Path | None, typer.Option(help="A UTF-8 text file, in place of the built-in sample.")]
 
 
 @app.command(epilog="Example: python -m conversion port HuggingFaceTB/SmolLM2-135M-Instruct ported --num-blocks 8")
 def port(
-    source: Annotated[str, typer.Argument(help="A local folder, a hub id or a GGUF file.")],
-    target: Annotated[Path, typer.Argument(help="The folder to write; it must not exist, or be empty.")],
-    mode: Annotated[Literal["block", "full"], typer.Option(help="Read blocks of layers, or every sublayer.")] = "block",
-    block_size: Annotated[
-        int | None, typer.Option(help="Decoder layers a block. [default: layers / 8, rounded up]")
-    ] = None,
-    num_blocks: Annotated[int | None, typer.Option(help="Number of blocks, in place of their size.")] = None,
+    source: Source,
+    target: Target,
+    mode: Mode = "block",
+    block_size: BlockSize = None,
+    num_blocks: NumBlocks = None,
     link: Annotated[bool, typer.Option("--link", help="Hard-link the shards: instant, but they stay shared.")] = False,
+    verify: Annotated[bool, typer.Option("--verify", help="Compare with SOURCE before TARGET appears.")] = False,
 ) -> None:
-    """Port a checkpoint of a base family to Attention Residuals without changing what it computes."""
-    print(port_checkpoint(source, target, mode, block_size, num_blocks, link))
+    """Port a checkpoint of a base family to Attention Residuals without changing what it computes.
+
+    With --link a program that writes into one folder's shards in place changes the other's; transformers'
+    save_pretrained writes new files, so it does not.
+    """
+    print(port_checkpoint(source, target, Blocks(mode, block_size, num_blocks), link, verify))
+
+
+@app.command(epilog="Example: python -m conversion verify HuggingFaceTB/SmolLM2-135M-Instruct ported")
+def verify(source: Source, target: Annotated[str, typer.Argument(help="Its port.")], text: Text = None) -> None:
+    """Compare a port with its source: tensors byte for byte, and logits on a text. Exit status 1 beyond tolerance."""
+    verification = verify_checkpoint(source, target, text)
+    print(verification)
+    raise typer.Exit(0 if verification.passed else 1)
+
+
+@app.command(epilog="Example: python -m conversion export ported back")
+def export(source: Annotated[str, typer.Argument(help="A port whose queries are zero.")], target: Target) -> None:
+    """Write a port as a checkpoint of its base family again. Refused once its queries are trained."""
+    print(export_checkpoint(source, target))
+
+
+@app.command(epilog="Example: python -m conversion upcycle HuggingFaceTB/SmolLM2-135M moe --experts 4 --top-k 2")
+def upcycle(
+    source: Source,
+    target: Target,
+    experts: Annotated[int, typer.Option(help="Experts a layer.")],
+    top_k: Annotated[int, typer.Option(help="Experts a token is sent to.")],
+    mode: Mode = "block",
+    block_size: BlockSize = None,
+    num_blocks: NumBlocks = None,
+    expert_noise: Annotated[
+        float, typer.Option(help="Noise of each expert, in units of its weights' deviation.")
+    ] = 0.0,
+    seed: Annotated[int, typer.Option(help="Of the routers and the noise.")] = 0,
+) -> None:
+    """Turn a dense Llama into a Mixtral whose experts start as copies of its MLP, with depth attention."""
+    blocks = Blocks(mode, block_size, num_blocks)
+    print(upcycle_checkpoint(source, target, experts, top_k, blocks, expert_noise, seed))
+
+
+@app.command(epilog="Example: python -m conversion inspect ported --entropy")
+def inspect(
+    path: Source,
+    text: Text = None,
+    entropy: Annotated[bool, typer.Option("--entropy", help="Run it on a text for its depth weights.")] = False,
+) -> None:
+    """Say what a checkpoint is: family, mode, blocks, and how far its queries have moved from zero."""
+    print(inspect_checkpoint(path, text, entropy))
 
 
 def run() -> None:

@@ -5,7 +5,10 @@ is checked by letting transformers load tensors without storage, by its own nami
 """
 
 import contextlib
+import copy
+import dataclasses
 import json
+import re
 import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -20,12 +23,18 @@ from safetensors import SafetensorError, safe_open
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
+from modeling_attnres.configuration_attnres import AttnResFields
 from modeling_attnres.modeling_attnres import FAMILIES
 
 
 CONFIG_NAME = "config.json"
 PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt")
 OTHER_WEIGHTS = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.gguf", "*.h5", "*.msgpack", "*.onnx", "*.ot", "original/*")
+
+DEPTH_TENSOR = re.compile(
+    r"(^|\.)(layers\.(?P<layer>\d+)\.(self_attention_res|(?P<mlp>mlp_res))|output_attn_res)_(proj|norm)\.weight$"
+)
+FIELDS = [field.name for field in dataclasses.fields(AttnResFields)]
 
 BASE_FAMILIES = {config_class.base_model_type(): config_class for config_class in FAMILIES}
 ATTNRES_FAMILIES = {config_class.model_type: config_class for config_class in FAMILIES}
@@ -37,6 +46,15 @@ NOT_PORTABLE = {
     **dict.fromkeys(("gemma2", "gemma3", "gemma3_text", "gemma3n", "olmo2", "olmo3", "glm4", "exaone4"), _POST_NORM),
     **dict.fromkeys(("granite", "granitemoe", "minicpm", "minicpm3"), _MULTIPLIER),
     **dict.fromkeys(("cohere", "cohere2", "falcon", "gptj", "gpt_neox", "phi", "codegen"), _PARALLEL),
+}
+
+
+# How a quantised checkpoint differs from a plain one: tensors that come with a weight. Others are not known to work.
+QUANTISATION_TENSORS = {
+    "fp8": re.compile(r"\.weight_scale_inv$|_scale_inv$|\.activation_scale$"),
+    "bitsandbytes": re.compile(
+        r"\.weight\.(absmax|quant_map|nested_absmax|nested_quant_map|quant_state\.\w+)$|\.(SCB|weight_format)$"
+    ),
 }
 
 
@@ -113,11 +131,27 @@ class Checkpoint:
                     described[tensor] = (tuple(view.get_shape()), view.get_dtype())
         return described
 
+    @property
+    def is_attnres(self) -> bool:
+        """Whether this is an Attention Residuals checkpoint."""
+        return self.config["model_type"] in ATTNRES_FAMILIES
+
+    @property
+    def depth_names(self) -> list[str]:
+        """The names of the depth tensors, in order of their sites: each layer's attention and MLP, then the output."""
+        sites = {name: match for name in self.weight_map if (match := DEPTH_TENSOR.search(name))}
+
+        def order(name):
+            layer, is_mlp = sites[name]["layer"], sites[name]["mlp"] is not None
+            return (layer is None, int(layer or 0), is_mlp, name)
+
+        return sorted(sites, key=order)
+
     @cached_property
     def config_class(self):
         """The config class of the Attention Residuals family this base checkpoint belongs to."""
         model_type = self.config["model_type"]
-        if model_type in ATTNRES_FAMILIES:
+        if self.is_attnres:
             raise CheckpointError(f"{self.folder} is an Attention Residuals checkpoint already ({model_type}).")
         if model_type in NOT_PORTABLE:
             raise CheckpointError(
@@ -130,6 +164,20 @@ class Checkpoint:
             )
         return BASE_FAMILIES[model_type]
 
+    @property
+    def quantisation(self) -> re.Pattern | None:
+        """What the names of tensors look like that quantisation added, or `None` for a plain checkpoint."""
+        settings = self.config.get("quantization_config")
+        if settings is None:
+            return None
+        method = str(settings.get("quant_method"))
+        if method not in QUANTISATION_TENSORS:
+            raise CheckpointError(
+                f"{self.folder}: quantised with {method!r}, which is not known to work with depth attention. Known: "
+                f"{', '.join(QUANTISATION_TENSORS)}. Port the checkpoint it was made from and quantise the port."
+            )
+        return QUANTISATION_TENSORS[method]
+
     def check_fit(self, config: transformers.PreTrainedConfig) -> None:
         """Check that the tensors are those that the config's model expects, depth parameters aside.
 
@@ -139,8 +187,16 @@ class Checkpoint:
             CheckpointError: tensors are missing, unexpected or of another shape.
         """
         model_class = FAMILIES[type(config)][self.has_head]
-        tensors = {name: torch.empty(shape, device="meta") for name, (shape, _) in self.describe().items()}
-        with _quiet_transformers():
+        quantisation, config = self.quantisation, copy.deepcopy(config)
+        tensors, packed = {}, set()
+        for name, (shape, dtype) in self.describe().items():
+            if quantisation is not None and dtype in ("U8", "I8"):
+                packed.add(name)  # several values to a byte: the shape says nothing
+            if quantisation is None or not quantisation.search(name):
+                tensors[name] = torch.empty(shape, device="meta")
+        if quantisation is not None:
+            del config.quantization_config  # the weights' own shapes are checked, not how a kernel wants them
+        with quiet_transformers():
             try:
                 _, found = model_class.from_pretrained(
                     None,
@@ -153,6 +209,8 @@ class Checkpoint:
             except RuntimeError as error:
                 raise CheckpointError(f"{self.folder}: tensors do not fit {CONFIG_NAME}: {error}") from error
         for name, shape, expected in sorted(found["mismatched_keys"]):
+            if name in packed:
+                continue
             raise CheckpointError(
                 f"{self.folder}: {name} has shape {list(shape)}, but {CONFIG_NAME} implies {list(expected)}."
             )
@@ -182,8 +240,8 @@ def _no_weights(folder: Path) -> str:
 
 
 @contextlib.contextmanager
-def _quiet_transformers():
-    """Silence transformers' report of missing keys: missing depth parameters are what is expected here."""
+def quiet_transformers():
+    """Silence transformers' bars and its report of missing keys; ours are printed instead."""
     level = transformers.logging.get_verbosity()
     bars = transformers.logging.is_progress_bar_enabled()
     transformers.logging.set_verbosity_error()

@@ -15,7 +15,8 @@ from rich.console import Console
 from rich.table import Table
 
 from conversion.checkpoint import CheckpointError
-from conversion.port import copy_code, port
+from conversion.port import Blocks, port
+from conversion.writing import copy_code
 
 from .picture import draw_depth_weights
 from .weights import CHECKPOINTS, smollm2
@@ -61,7 +62,7 @@ def main() -> None:
         copy_code(target)  # it may be newer than the port
         console.print(f"{target}, from an earlier run")
     else:
-        console.print(str(port(str(source), target, num_blocks=8)), markup=False, highlight=False)
+        console.print(str(port(str(source), target, Blocks(number=8))), markup=False, highlight=False)
 
     console.rule("the original and the port, in a fresh process that cannot import this project")
     results = ask(source, [target])

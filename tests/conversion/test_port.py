@@ -14,17 +14,17 @@ from typer.testing import CliRunner
 
 from conversion.__main__ import app, run
 from conversion.checkpoint import CheckpointError
-from conversion.port import port
+from conversion.port import Blocks, port
 from tests.families import FAMILIES, tokens
 from tests.oracle import relative_error
 
 
 BLOCKS = {
-    "block": {},
-    "full": {"mode": "full"},
-    "block size": {"block_size": 4},
-    "number of blocks": {"num_blocks": 4},
-    "one block": {"num_blocks": 1},
+    "block": Blocks(),
+    "full": Blocks("full"),
+    "block size": Blocks(size=4),
+    "number of blocks": Blocks(number=4),
+    "one block": Blocks(number=1),
 }
 
 
@@ -39,7 +39,7 @@ def test_port_is_lossless(family, tmp_path, blocks, shard_size):
     base.save_pretrained(tmp_path / "source", max_shard_size=shard_size)
     before = {path.name: path.read_bytes() for path in (tmp_path / "source").iterdir()}
 
-    report = port(str(tmp_path / "source"), tmp_path / "target", **blocks)
+    report = port(str(tmp_path / "source"), tmp_path / "target", blocks)
 
     assert {path.name: path.read_bytes() for path in (tmp_path / "source").iterdir()} == before
     model, info = AutoModelForCausalLM.from_pretrained(tmp_path / "target", output_loading_info=True)
@@ -151,7 +151,7 @@ def test_a_name_that_is_nowhere(tmp_path):
 def test_the_number_of_blocks_is_exact(tmp_path):
     FAMILIES[0].base_causal_lm(num_hidden_layers=7).save_pretrained(tmp_path / "source")
     for count in range(1, 8):
-        config = port(str(tmp_path / "source"), tmp_path / str(count), num_blocks=count).config
+        config = port(str(tmp_path / "source"), tmp_path / str(count), Blocks(number=count)).config
         sizes = [
             b - a for a, b in zip(config.attn_res_block_starts, (*config.attn_res_block_starts[1:], 7), strict=True)
         ]
@@ -215,7 +215,7 @@ def drop_tensor(folder):
 BAD_SOURCES = {
     "unsupported": (
         lambda f: edit_config(f, model_type="gpt2"),
-        r"'gpt2' is not supported. Supported: llama, kimi_linear",
+        r"'gpt2' is not supported. Supported: llama, mixtral",
     ),
     "post-norm": (lambda f: edit_config(f, model_type="olmo2"), r"'olmo2' cannot be ported.*post-norm"),
     "parallel": (lambda f: edit_config(f, model_type="cohere"), r"'cohere' cannot be ported.*parallel"),
@@ -320,17 +320,17 @@ def test_a_port_is_not_ported_again(base_checkpoint, tmp_path):
     ("blocks", "message"),
     [
         ({"mode": "blocks"}, "must be 'block' or 'full', got 'blocks'"),
-        ({"block_size": 0}, "at least 1 decoder layer, got 0"),
-        ({"num_blocks": 0}, "between 1 and the 6 layers, got 0"),
-        ({"num_blocks": 7}, "between 1 and the 6 layers, got 7"),
-        ({"block_size": 2, "num_blocks": 3}, "not both"),
-        ({"mode": "full", "num_blocks": 3}, "Full mode has no blocks"),
+        ({"size": 0}, "at least 1 decoder layer, got 0"),
+        ({"number": 0}, "between 1 and the 6 layers, got 0"),
+        ({"number": 7}, "between 1 and the 6 layers, got 7"),
+        ({"size": 2, "number": 3}, "not both"),
+        ({"mode": "full", "number": 3}, "Full mode has no blocks"),
     ],
 )
 def test_bad_blocks(tmp_path, blocks, message):
     FAMILIES[0].base_causal_lm().save_pretrained(tmp_path / "source")
     with pytest.raises(CheckpointError, match=message):
-        port(str(tmp_path / "source"), tmp_path / "target", **blocks)
+        port(str(tmp_path / "source"), tmp_path / "target", Blocks(**blocks))
     assert sorted(path.name for path in tmp_path.iterdir()) == ["source"]
 
 

@@ -1,0 +1,106 @@
+"""Back to the base family, where that changes nothing: all queries zero."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from modeling_attnres.modeling_attnres import FAMILIES
+
+from .checkpoint import ATTNRES_FAMILIES, CONFIG_NAME, FIELDS, Checkpoint, CheckpointError, open_shard, open_source
+from .files import check_target, complete_or_absent, take_over
+from .writing import code_files, copy_other_files, save_shard, shard_name, write_index
+
+
+@dataclass(frozen=True)
+class ExportReport:
+    """What an export did."""
+
+    target: Path
+    family: str
+    tensors_dropped: int
+
+    def __str__(self) -> str:
+        return (
+            f"exported to {self.target}\n"
+            f"family      {self.family}\n"
+            f"dropped     {self.tensors_dropped} depth tensors: their queries are zero, the base computes the same"
+        )
+
+
+def export(source: str, target: Path) -> ExportReport:
+    """Write an Attention Residuals checkpoint as one of its base family.
+
+    Raises:
+        CheckpointError: the source is none, its queries are trained, or it was not ported.
+    """
+    check_target(target, source)
+    with open_source(source) as checkpoint:
+        check_exportable(checkpoint)
+        config = ATTNRES_FAMILIES[checkpoint.config["model_type"]].from_pretrained(checkpoint.folder)
+        base_type = config.base_model_type()
+        with complete_or_absent(target) as folder:
+            write_base_shards(checkpoint, folder)
+            copy_other_files(checkpoint, folder, without=tuple(path.name for path in code_files()))
+            base_class = next(c for c in type(config).__mro__ if c.__module__.startswith("transformers.models."))
+            dropped = {*FIELDS, "auto_map", "architectures", "model_type"}
+            base = base_class(**{key: value for key, value in config.to_dict().items() if key not in dropped})
+            name = FAMILIES[type(config)][checkpoint.has_head].__name__
+            base.architectures = [name.removeprefix("AttnRes")]
+            base.to_json_file(folder / CONFIG_NAME)
+        return ExportReport(target, base_type, len(checkpoint.depth_names))
+
+
+def check_exportable(checkpoint: Checkpoint) -> None:
+    """Refuse a checkpoint that its base family would not compute alike."""
+    if not checkpoint.is_attnres:
+        raise CheckpointError(
+            f"{checkpoint.folder} is no Attention Residuals checkpoint but a {checkpoint.config['model_type']!r}."
+        )
+    if checkpoint.config.get("attn_res_mode") == "none":
+        return
+    norms = query_norms(checkpoint)
+    trained = {name: norm for name, norm in norms.items() if norm > 0}
+    if trained:
+        raise CheckpointError(
+            f"{checkpoint.folder}: {len(trained)} of {len(norms)} queries are trained (the largest norm is "
+            f"{max(trained.values()):.3g}); no model of the base family computes the same."
+        )
+    if not checkpoint.config.get("attn_res_scale_norm_eps"):
+        raise CheckpointError(
+            f"{checkpoint.folder}: attn_res_scale_norm_eps is off, so its norms use another epsilon than the base's."
+        )
+
+
+def query_norms(checkpoint: Checkpoint) -> dict[str, float]:
+    """The norm of every query that is read, by tensor name. That of the first sublayer has no effect."""
+    norms = {}
+    for name in checkpoint.depth_names:
+        if name.endswith("_proj.weight") and not name.endswith("layers.0.self_attention_res_proj.weight"):
+            with open_shard(checkpoint.folder / checkpoint.weight_map[name]) as shard:
+                norms[name] = torch.linalg.vector_norm(shard.get_tensor(name).double()).item()
+    return norms
+
+
+def write_base_shards(checkpoint: Checkpoint, folder: Path) -> None:
+    """Take over shards without depth tensors, rewrite those with some, drop those with nothing else."""
+    depth = set(checkpoint.depth_names)
+    kept: dict[str, list[str]] = {}
+    for tensor, shard in checkpoint.weight_map.items():
+        if tensor not in depth:
+            kept.setdefault(shard, []).append(tensor)
+    mixed = {checkpoint.weight_map[name] for name in depth}
+    names = {old: shard_name(index, len(kept)) for index, old in enumerate(sorted(kept), start=1)}
+    whole = {checkpoint.folder / old: folder / new for old, new in names.items() if old not in mixed}
+    if whole:
+        take_over(whole)
+    for old in mixed & kept.keys():
+        save_shard(dict(_read(checkpoint.folder / old, kept[old])), folder / names[old])
+    write_index(folder, {tensor: names[old] for old, tensors in kept.items() for tensor in tensors})
+
+
+def _read(path: Path, names: list[str]) -> Iterator[tuple[str, torch.Tensor]]:
+    with open_shard(path) as shard:
+        for name in names:
+            yield name, shard.get_tensor(name)

@@ -1,0 +1,115 @@
+"""What a checkpoint folder is, and how far its depth attention has moved from the mean."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from transformers import AutoModelForCausalLM, PreTrainedConfig
+
+from .checkpoint import (
+    ATTNRES_FAMILIES,
+    BASE_FAMILIES,
+    Checkpoint,
+    CheckpointError,
+    open_source,
+    quiet_transformers,
+)
+from .export import query_norms
+from .port import describe_blocks
+from .text import read_text
+from .verify import tokenize
+
+
+@dataclass(frozen=True)
+class Inspection:
+    """What `inspect` found. Entropies are relative: 0 reads one source, 1 reads all alike."""
+
+    path: str
+    family: str
+    config: PreTrainedConfig | None  # None for a base checkpoint
+    depth_parameters: int
+    query_norms: dict[str, float]
+    entropies: list[float] | None
+
+    def __str__(self) -> str:
+        if self.config is None:
+            portable = "yes" if self.family in BASE_FAMILIES else "no"
+            return f"path       {self.path}\nfamily     {self.family}, standard residuals\nportable   {portable}"
+        lines = [
+            f"path       {self.path}",
+            f"family     {self.family}",
+            f"mode       {self.config.attn_res_mode}",
+            f"blocks     {describe_blocks(self.config)}",
+            f"           {draw_blocks(self.config)}",
+            f"eps        {'scaled by 1 / n²' if self.config.attn_res_scale_norm_eps else 'as it is'}",
+            f"parameters {self.depth_parameters:,} of depth attention",
+        ]
+        if self.query_norms:
+            trained = [norm for norm in self.query_norms.values() if norm > 0]
+            lines.append(f"queries    {len(trained)} of {len(self.query_norms)} away from zero")
+            names = {name: _site(name) for name in self.query_norms}
+            entropy = dict(zip(self.query_norms, (self.entropies or [])[1:], strict=False))
+            lines.append(f"\n{'site':<22}{'query norm':>12}" + (f"{'entropy':>10}" if self.entropies else ""))
+            for name, norm in self.query_norms.items():
+                lines.append(f"{names[name]:<22}{norm:>12.4g}" + (f"{entropy[name]:>10.3f}" if self.entropies else ""))
+        if self.entropies:
+            mean = sum(self.entropies[1:]) / len(self.entropies[1:])
+            lines.append(f"\nmean entropy of the depth weights: {mean:.3f} (1: all sources alike, 0: a single one)")
+        return "\n".join(lines)
+
+
+def _site(name: str) -> str:
+    parts = name.removeprefix("model.").split(".")
+    if parts[0] != "layers":
+        return "output"
+    return f"layer {parts[1]} {'MLP' if parts[2].startswith('mlp') else 'attention'}"
+
+
+def draw_blocks(config: PreTrainedConfig) -> str:
+    """The sources as a line of decoder layers: `E` is the embedding, brackets hold a block."""
+    layers = range(config.num_hidden_layers)
+    if config.attn_res_mode == "none":
+        return "E " + " ".join(map(str, layers)) + " → output"
+    if config.attn_res_mode == "full":
+        return "[E] " + " ".join(f"[{layer}a] [{layer}m]" for layer in layers) + " → output (a: attention, m: MLP)"
+    starts = config.attn_res_block_starts
+    blocks = [range(a, b) for a, b in zip(starts, (*starts[1:], config.num_hidden_layers))]
+    return "[E] " + " ".join("[" + " ".join(map(str, block)) + "]" for block in blocks) + " → output"
+
+
+def inspect(source: str, text: Path | None = None, with_entropy: bool = False) -> Inspection:
+    """Look at a folder, hub id or GGUF file.
+
+    Args:
+        source: the checkpoint.
+        text: a text file to run the model on for the entropy of its depth weights.
+        with_entropy: run it on the built-in sample where no file is given.
+
+    Raises:
+        CheckpointError: it cannot be read, or the entropy is asked of a model without depth attention or head.
+    """
+    with open_source(source) as checkpoint:
+        family = checkpoint.config["model_type"]
+        if not checkpoint.is_attnres:
+            return Inspection(source, family, None, 0, {}, None)
+        config = ATTNRES_FAMILIES[family].from_pretrained(checkpoint.folder)
+        shapes = checkpoint.describe()
+        parameters = sum(torch.Size(shapes[name][0]).numel() for name in checkpoint.depth_names)
+        entropies = _entropies(checkpoint, config, text) if text is not None or with_entropy else None
+        return Inspection(source, family, config, parameters, query_norms(checkpoint), entropies)
+
+
+def _entropies(checkpoint: Checkpoint, config: PreTrainedConfig, text: Path | None) -> list[float]:
+    """The mean entropy of every site's depth weights, divided by that of uniform ones."""
+    if config.attn_res_mode == "none" or not checkpoint.has_head:
+        raise CheckpointError(f"{checkpoint.folder}: no depth weights to look at (mode 'none', or no head).")
+    ids = tokenize(checkpoint.folder, read_text(text)[0], config.vocab_size)
+    with quiet_transformers(), torch.no_grad():
+        model = AutoModelForCausalLM.from_pretrained(checkpoint.folder, dtype="auto").eval()
+        depth = model(ids, output_depth_attentions=True, use_cache=False).depth_attentions
+    entropies = []
+    for weights in depth:
+        sources = weights.shape[-1]
+        entropy = -torch.special.xlogy(weights, weights).sum(-1).mean().item()
+        entropies.append(entropy / torch.tensor(float(sources)).log().item() if sources > 1 else 1.0)
+    return entropies

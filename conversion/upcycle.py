@@ -1,0 +1,142 @@
+"""Sparse upcycling: a dense Llama becomes a Mixtral whose experts start as copies of the MLP, with depth attention.
+
+Mixtral's router weights sum to one, so experts that are all the same MLP compute that MLP, whatever the router says.
+Streams: about one output shard is held in memory.
+"""
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from tqdm import tqdm
+from transformers import MixtralConfig
+
+from .checkpoint import CONFIG_NAME, Checkpoint, CheckpointError, open_shard, open_source
+from .files import check_target, complete_or_absent
+from .port import Blocks, PortReport, add_depth_attention, attnres_config
+from .verify import relative_difference
+from .writing import copy_other_files, write_shards
+
+
+MLP_TENSOR = re.compile(r"(?P<layer>.*layers\.\d+\.)mlp\.(?P<part>gate_proj|up_proj|down_proj)\.weight$")
+PUBLISHED_NAME = {"gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"}
+CARRIED_FIELDS = (
+    *("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"),
+    *("num_key_value_heads", "head_dim", "hidden_act", "max_position_embeddings", "initializer_range", "rms_norm_eps"),
+    *("use_cache", "pad_token_id", "bos_token_id", "eos_token_id", "tie_word_embeddings", "attention_dropout"),
+    *("rope_parameters", "dtype"),
+)
+
+
+@dataclass(frozen=True)
+class UpcycleReport:
+    """What an upcycling did."""
+
+    port: PortReport
+    experts: int
+    top_k: int
+    expert_noise: float
+    logit_change: float
+
+    def __str__(self) -> str:
+        noise = f"noise of {self.expert_noise:g} standard deviations" if self.expert_noise else "no noise"
+        return (
+            f"experts    {self.experts}, top {self.top_k}, copies of the MLP with {noise}\n"
+            f"logits     changed by {self.logit_change:.1e} (relative) against the source\n{self.port}"
+        )
+
+
+def upcycle(
+    source: str,
+    target: Path,
+    experts: int,
+    top_k: int,
+    blocks: Blocks = Blocks(),  # noqa: B008, it is frozen
+    expert_noise: float = 0.0,
+    seed: int = 0,
+) -> UpcycleReport:
+    """Upcycle a Llama checkpoint.
+
+    Args:
+        source: a local folder, a hub id or a GGUF file.
+        target: a folder that does not exist or is empty.
+        experts: experts a layer.
+        top_k: experts a token is sent to.
+        blocks: mode and blocks of depth attention.
+        expert_noise: standard deviation of noise added to each expert, in units of its weight's own; 0 changes nothing
+            and leaves it to the router to break the symmetry.
+        seed: of the routers and the noise.
+
+    Raises:
+        CheckpointError: the source is no plain Llama checkpoint, or a number is out of range.
+    """
+    if not 1 <= top_k <= experts:
+        raise CheckpointError(f"top-k must lie between 1 and the {experts} experts, got {top_k}.")
+    if expert_noise < 0:
+        raise CheckpointError(f"The expert noise must not be negative, got {expert_noise}.")
+    check_target(target, source)
+    with open_source(source) as checkpoint:
+        config = mixtral_config(checkpoint, experts, top_k)
+        checkpoint.check_fit(attnres_config(checkpoint, blocks))
+        with complete_or_absent(target) as folder:
+            tensors = mixtral_tensors(checkpoint, config, expert_noise, torch.Generator().manual_seed(seed))
+            write_shards(folder, tensors)
+            config.to_json_file(folder / CONFIG_NAME)
+            copy_other_files(checkpoint, folder)
+            upcycled = Checkpoint(folder)
+            attnres = attnres_config(upcycled, blocks)
+            upcycled.check_fit(attnres)
+            added = add_depth_attention(folder, attnres)
+            change = relative_difference(checkpoint.folder, folder)
+    return UpcycleReport(PortReport(target, attnres, added), experts, top_k, expert_noise, change)
+
+
+def mixtral_config(checkpoint: Checkpoint, experts: int, top_k: int) -> MixtralConfig:
+    """The Mixtral config of an upcycled Llama."""
+    if checkpoint.config["model_type"] != "llama":
+        raise CheckpointError(
+            f"{checkpoint.folder}: only 'llama' is upcycled, not {checkpoint.config['model_type']!r}."
+        )
+    if checkpoint.quantisation is not None:
+        raise CheckpointError(f"{checkpoint.folder} is quantised; upcycle the checkpoint it was made from.")
+    llama = checkpoint.config_class.from_pretrained(checkpoint.folder)
+    for field in ("attention_bias", "mlp_bias"):
+        if getattr(llama, field):
+            raise CheckpointError(f"{checkpoint.folder / CONFIG_NAME}: {field} is true, but Mixtral has no biases.")
+    fields = {name: getattr(llama, name) for name in CARRIED_FIELDS}
+    config = MixtralConfig(**fields, num_local_experts=experts, num_experts_per_tok=top_k, sliding_window=None)
+    config.architectures = ["MixtralForCausalLM" if checkpoint.has_head else "MixtralModel"]
+    return config
+
+
+def mixtral_tensors(
+    checkpoint: Checkpoint, config: MixtralConfig, expert_noise: float, generator: torch.Generator
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """The tensors in Mixtral's published layout, one by one."""
+    with tqdm(total=len(checkpoint.weight_map), desc="upcycling", unit="tensor") as bar:
+        for shard_name in checkpoint.shards:
+            with open_shard(checkpoint.folder / shard_name) as shard:
+                for name in shard.keys():
+                    tensor = shard.get_tensor(name)
+                    match = MLP_TENSOR.match(name)
+                    if match is None:
+                        yield name, tensor
+                    else:
+                        moe = f"{match['layer']}block_sparse_moe."
+                        for expert in range(config.num_local_experts):
+                            noisy = with_noise(tensor, expert_noise, generator)
+                            yield f"{moe}experts.{expert}.{PUBLISHED_NAME[match['part']]}.weight", noisy
+                        if match["part"] == "gate_proj":
+                            router = torch.randn(config.num_local_experts, config.hidden_size, generator=generator)
+                            yield f"{moe}gate.weight", (router * config.initializer_range).to(tensor.dtype)
+                    bar.update()
+
+
+def with_noise(tensor: torch.Tensor, scale: float, generator: torch.Generator) -> torch.Tensor:
+    """A copy with noise of `scale` standard deviations of the tensor's values."""
+    if scale == 0:
+        return tensor.clone()
+    noise = torch.randn(tensor.shape, generator=generator)
+    return (tensor.float() + noise * (scale * tensor.float().std())).to(tensor.dtype)

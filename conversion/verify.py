@@ -1,0 +1,147 @@
+"""Whether a port holds the same tensors as its source and computes the same."""
+
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+import torch
+from tqdm import tqdm
+from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer
+
+import modeling_attnres  # noqa: F401, registers the families with the Auto classes
+
+from .checkpoint import Checkpoint, CheckpointError, open_shard, open_source, quiet_transformers
+from .text import read_text
+
+
+TOLERANCE = 3e-6  # relative logit error in fp32
+QUANTISED_TOLERANCE = 3e-2  # such weights are computed with in bf16
+
+
+@dataclass(frozen=True)
+class Verification:
+    """What a comparison of a source and its port found."""
+
+    tensors: int
+    differing: tuple[str, ...]
+    depth_tensors: int
+    expected_depth_tensors: int
+    tokens: int
+    text: str
+    relative_error: float
+    top1_agreement: float
+    tolerance: float
+
+    @property
+    def passed(self) -> bool:
+        return (
+            not self.differing
+            and self.depth_tensors == self.expected_depth_tensors
+            and self.relative_error <= self.tolerance
+        )
+
+    def __str__(self) -> str:
+        equal = self.tensors - len(self.differing)
+        lines = [
+            f"tensors    {equal:,} of {self.tensors:,} equal byte for byte",
+            *(f"           differs: {name}" for name in self.differing[:5]),
+            f"depth      {self.depth_tensors} of {self.expected_depth_tensors} depth tensors present",
+            f"logits     relative error {self.relative_error:.1e} over {self.tokens} tokens of {self.text} "
+            f"(tolerance {self.tolerance:.0e})",
+            f"           same most likely token at {self.top1_agreement:.2%} of the tokens",
+            f"verified   {'yes' if self.passed else 'NO'}",
+        ]
+        return "\n".join(lines)
+
+
+def verify(source: str, target: str, text: Path | None = None) -> Verification:
+    """Compare a source (folder, hub id or GGUF file) with its port.
+
+    Raises:
+        CheckpointError: one of them cannot be read, or the target is no Attention Residuals checkpoint.
+    """
+    with open_source(source) as one, open_source(target) as other:
+        return verify_folders(one.folder, other.folder, text)
+
+
+def verify_folders(source: Path, target: Path, text: Path | None = None) -> Verification:
+    """As `verify`, for two folders. One tensor of each, then one model at a time, is in memory."""
+    one, other = Checkpoint(source), Checkpoint(target)
+    if not other.is_attnres:
+        raise CheckpointError(f"{target}: {other.config['model_type']!r} is no Attention Residuals family.")
+    differing = tuple(_differing_tensors(one, other))
+    layers = other.config["num_hidden_layers"]
+
+    sample, name = read_text(text)
+    ids, expected, found = _compare(one, other, sample)
+    return Verification(
+        tensors=len(one.weight_map),
+        differing=differing,
+        depth_tensors=len(other.depth_names),
+        expected_depth_tensors=0 if other.config.get("attn_res_mode") == "none" else 4 * layers + 2,
+        tokens=ids.shape[1],
+        text=name,
+        relative_error=_relative_error(found, expected),
+        top1_agreement=(found.argmax(-1) == expected.argmax(-1)).double().mean().item(),
+        tolerance=TOLERANCE if one.quantisation is None else QUANTISED_TOLERANCE,
+    )
+
+
+def relative_difference(source: Path, target: Path) -> float:
+    """The relative difference of two checkpoints' logits on the built-in sample."""
+    _, expected, found = _compare(Checkpoint(source), Checkpoint(target), read_text(None)[0])
+    return _relative_error(found, expected)
+
+
+def _compare(one: Checkpoint, other: Checkpoint, text: str) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Token ids, and the outputs of both, one model in memory at a time."""
+    ids = tokenize(other.folder, text, other.config["vocab_size"])
+    return ids, _outputs(one, ids), _outputs(other, ids)
+
+
+def _relative_error(found: torch.Tensor, expected: torch.Tensor) -> float:
+    return ((found - expected).norm() / expected.norm()).item()
+
+
+def _differing_tensors(one: Checkpoint, other: Checkpoint):
+    """Names of the source's tensors that the target lacks or holds with other bytes."""
+    with tqdm(total=len(one.weight_map), desc="comparing tensors", unit="tensor") as bar:
+        for shard_name in one.shards:
+            with open_shard(one.folder / shard_name) as shard:
+                for name in shard.keys():
+                    if name not in other.weight_map:
+                        yield name
+                    else:
+                        with open_shard(other.folder / other.weight_map[name]) as other_shard:
+                            if not _same_bytes(shard.get_tensor(name), other_shard.get_tensor(name)):
+                                yield name
+                    bar.update()
+
+
+def _same_bytes(one: torch.Tensor, other: torch.Tensor) -> bool:
+    if one.dtype != other.dtype or one.shape != other.shape:
+        return False
+    flat = [tensor.contiguous().reshape(-1).view(torch.uint8) for tensor in (one, other)]
+    return torch.equal(*flat)
+
+
+def tokenize(folder: Path, text: str, vocab_size: int, max_tokens: int = 512) -> torch.Tensor:
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(folder)
+    except (OSError, ValueError):  # a checkpoint without a tokenizer: the text's bytes will do
+        return torch.tensor([[byte % vocab_size for byte in text.encode()[:max_tokens]]])
+    return tokenizer(text, return_tensors="pt", truncation=True, max_length=max_tokens)["input_ids"]
+
+
+def _outputs(checkpoint: Checkpoint, ids: torch.Tensor) -> torch.Tensor:
+    """Logits (or the last hidden state of a model without a head) in fp64; computed in fp32."""
+    auto_class = AutoModelForCausalLM if checkpoint.has_head else AutoModel
+    size = sum((checkpoint.folder / name).stat().st_size for name in checkpoint.shards)
+    dtype = {} if checkpoint.quantisation else {"dtype": torch.float32}
+    with quiet_transformers(), tempfile.TemporaryDirectory() as offload, torch.no_grad():
+        # Four bytes a parameter may be twice the file; what does not fit is read layer by layer from disk.
+        too_large = 2 * size > psutil.virtual_memory().available
+        placement = {"device_map": "auto", "offload_folder": offload} if too_large else {}
+        model = auto_class.from_pretrained(checkpoint.folder, **dtype, **placement).eval()
+        return model(ids, use_cache=False)[0].double().cpu()

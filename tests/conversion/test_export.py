@@ -1,0 +1,73 @@
+"""`conversion export`: back to the base family, or a refusal that says why."""
+
+import json
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from conversion.checkpoint import CheckpointError
+from conversion.export import export
+from conversion.port import Blocks, port
+from tests.conversion.checkpoints import all_tensors, edit_config, edit_tensors, train_queries
+from tests.families import tokens
+
+
+@pytest.mark.parametrize("blocks", [Blocks(), Blocks("full")], ids=["block", "full"])
+def test_there_and_back(family, base_checkpoint, tmp_path, blocks):
+    port(str(base_checkpoint), tmp_path / "port", blocks)
+    report = export(str(tmp_path / "port"), tmp_path / "back")
+    assert report.tensors_dropped == 26
+    back, base = all_tensors(tmp_path / "back"), all_tensors(base_checkpoint)
+    assert back.keys() == base.keys()
+    assert all(torch.equal(back[name], value) for name, value in base.items())
+    config, expected = (
+        json.loads((folder / "config.json").read_text()) for folder in (tmp_path / "back", base_checkpoint)
+    )
+    assert config == expected
+    assert not list((tmp_path / "back").glob("*.py"))
+    model, info = AutoModelForCausalLM.from_pretrained(tmp_path / "back", output_loading_info=True)
+    assert type(model) is family.base("ForCausalLM")
+    assert not any(info.values())
+
+
+@pytest.mark.parametrize("shard_size", ["5GB", "30KB"])
+def test_after_saving_with_transformers(family, base_checkpoint, tmp_path, shard_size):
+    """Depth tensors then lie among the others, in any shard."""
+    port(str(base_checkpoint), tmp_path / "port")
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "port")
+    model.save_pretrained(tmp_path / "saved", max_shard_size=shard_size)
+    export(str(tmp_path / "saved"), tmp_path / "back")
+    back = AutoModelForCausalLM.from_pretrained(tmp_path / "back")
+    base = AutoModelForCausalLM.from_pretrained(base_checkpoint)
+    assert torch.equal(back(tokens()).logits, base(tokens()).logits)
+
+
+def test_the_control(family, tmp_path):
+    """Mode "none" has no depth tensors and is the base already."""
+    model = family.causal_lm(attn_res_mode="none")
+    model.save_pretrained(tmp_path / "control")
+    export(str(tmp_path / "control"), tmp_path / "back")
+    assert torch.equal(AutoModelForCausalLM.from_pretrained(tmp_path / "back")(tokens()).logits, model(tokens()).logits)
+
+
+def test_refusals(base_checkpoint, tmp_path):
+    port(str(base_checkpoint), tmp_path / "port")
+    first = "model.layers.0.self_attention_res_proj.weight"
+    edit_tensors(tmp_path / "port", **{first: torch.ones(1, 32)})  # a query without effect
+    export(str(tmp_path / "port"), tmp_path / "with a query that is never read")
+
+    edit_tensors(tmp_path / "port", **{"model.layers.3.mlp_res_proj.weight": torch.full((1, 32), 2.0)})
+    with pytest.raises(CheckpointError, match=r"1 of 12 queries are trained \(the largest norm is 11.3\)"):
+        export(str(tmp_path / "port"), tmp_path / "back")
+    train_queries(tmp_path / "port")
+    with pytest.raises(CheckpointError, match="12 of 12 queries are trained"):
+        export(str(tmp_path / "port"), tmp_path / "back")
+
+    port(str(base_checkpoint), tmp_path / "unscaled")
+    edit_config(tmp_path / "unscaled", attn_res_scale_norm_eps=False)
+    with pytest.raises(CheckpointError, match="attn_res_scale_norm_eps is off"):
+        export(str(tmp_path / "unscaled"), tmp_path / "back")
+    with pytest.raises(CheckpointError, match="is no Attention Residuals checkpoint"):
+        export(str(base_checkpoint), tmp_path / "back")
+    assert not (tmp_path / "back").exists()

@@ -1,0 +1,68 @@
+"""`conversion inspect`: what a checkpoint is."""
+
+import math
+
+import pytest
+import torch
+
+from conversion.checkpoint import CheckpointError
+from conversion.inspection import draw_blocks, inspect
+from conversion.port import Blocks, port
+from tests.conversion.checkpoints import all_tensors, edit_tensors
+from tests.families import BY_NAME
+
+
+def test_a_base_checkpoint(family, base_checkpoint):
+    text = str(inspect(str(base_checkpoint)))
+    assert "standard residuals" in text
+    assert "portable   yes" in text
+
+
+def test_a_port(family, base_checkpoint, tmp_path):
+    port(str(base_checkpoint), tmp_path / "port", Blocks(size=4))
+    found = inspect(str(tmp_path / "port"), with_entropy=True)
+    assert found.family == family.ours("Config").model_type
+    assert found.depth_parameters == 13 * 2 * 32
+    assert set(found.query_norms.values()) == {0.0}
+    assert len(found.query_norms) == 12
+    assert found.entropies == pytest.approx([1.0] * 13, abs=1e-6)
+    text = str(found)
+    assert "[E] [0 1 2 3] [4 5] → output" in text
+    assert "0 of 12 away from zero" in text
+
+
+def test_norms_and_entropies_belong_to_their_sites(tmp_path):
+    """One strong query: its site, and no other, has a norm and a low entropy."""
+    BY_NAME["Llama"].base_causal_lm().save_pretrained(tmp_path / "base")
+    port(str(tmp_path / "base"), tmp_path / "port")
+    name = "model.layers.2.mlp_res_proj.weight"
+    norms = all_tensors(tmp_path / "port")
+    edit_tensors(tmp_path / "port", **{name: torch.full((1, 32), 100.0)})
+    assert name in norms
+    found = inspect(str(tmp_path / "port"), with_entropy=True)
+    assert {key for key, norm in found.query_norms.items() if norm > 0} == {name}
+    assert found.query_norms[name] == pytest.approx(100 * math.sqrt(32))
+    assert list(found.query_norms).index(name) == 4  # layer 0 MLP, 1 attention, 1 MLP, 2 attention, 2 MLP
+    low = [site for site, entropy in enumerate(found.entropies) if entropy < 0.9]
+    assert low == [5]
+    line = next(line for line in str(found).splitlines() if line.startswith("layer 2 MLP"))
+    assert "565.7" in line
+
+
+@pytest.mark.parametrize(
+    ("fields", "drawing"),
+    [
+        ({"attn_res_block_boundaries": [0, 1, 4]}, "[E] [0] [1 2 3] [4 5] → output"),
+        ({"attn_res_mode": "none"}, "E 0 1 2 3 4 5 → output"),
+        ({"attn_res_mode": "full", "num_hidden_layers": 2}, "[E] [0a] [0m] [1a] [1m] → output"),
+    ],
+)
+def test_drawings(fields, drawing):
+    assert draw_blocks(BY_NAME["Llama"].config(**fields)).startswith(drawing)
+
+
+def test_no_entropy_without_depth_attention(tmp_path):
+    BY_NAME["Llama"].causal_lm(attn_res_mode="none").save_pretrained(tmp_path)
+    assert "standard residuals" in str(inspect(str(tmp_path)))
+    with pytest.raises(CheckpointError, match="no depth weights"):
+        inspect(str(tmp_path), with_entropy=True)

@@ -1,0 +1,109 @@
+"""`conversion verify`, and `port --verify`."""
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from conversion.__main__ import app
+from conversion.checkpoint import CheckpointError
+from conversion.port import Blocks, port
+from conversion.verify import verify
+from tests.conversion.checkpoints import all_tensors, edit_config, edit_tensors, train_queries
+
+
+@pytest.fixture
+def ported(base_checkpoint, tmp_path):
+    port(str(base_checkpoint), tmp_path / "port")
+    return tmp_path / "port"
+
+
+def test_a_port_passes(base_checkpoint, ported):
+    verification = verify(str(base_checkpoint), str(ported))
+    assert verification.passed
+    assert verification.tensors == len(all_tensors(base_checkpoint))
+    assert verification.depth_tensors == verification.expected_depth_tensors == 26
+    assert 0 < verification.relative_error <= 3e-6
+    assert verification.top1_agreement == 1.0
+
+
+def test_a_trained_port_fails_by_its_logits_alone(base_checkpoint, ported):
+    train_queries(ported)
+    verification = verify(str(base_checkpoint), str(ported))
+    assert not verification.passed
+    assert verification.differing == ()
+    assert verification.relative_error > 1e-3
+    assert verification.top1_agreement < 1
+
+
+def test_one_changed_bit_is_named(base_checkpoint, ported):
+    """Too small a change for the logits to show."""
+    weight = all_tensors(ported)["model.layers.2.self_attn.o_proj.weight"].clone()
+    weight.view(torch.int32)[0, 0] ^= 1
+    edit_tensors(ported, **{"model.layers.2.self_attn.o_proj.weight": weight})
+    verification = verify(str(base_checkpoint), str(ported))
+    assert verification.differing == ("model.layers.2.self_attn.o_proj.weight",)
+    assert verification.relative_error <= 3e-6
+    assert not verification.passed
+    assert "differs: model.layers.2.self_attn.o_proj.weight" in str(verification)
+
+
+def test_unscaled_eps_fails(base_checkpoint, ported):
+    edit_config(ported, attn_res_scale_norm_eps=False)
+    edit_config(ported, rms_norm_eps=1e-2)
+    edit_config(base_checkpoint, rms_norm_eps=1e-2)
+    assert not verify(str(base_checkpoint), str(ported)).passed
+
+
+def test_text_file(base_checkpoint, ported, tmp_path):
+    (tmp_path / "text").write_text("Some words of mine.")
+    verification = verify(str(base_checkpoint), str(ported), tmp_path / "text")
+    assert verification.tokens == 19  # bytes: this checkpoint has no tokenizer
+    (tmp_path / "empty").write_text("\n")
+    (tmp_path / "latin").write_bytes(b"\xff\xfe\xfa")
+    for name, message in {"empty": "is empty", "latin": "UTF-8", "nowhere": "cannot be read"}.items():
+        with pytest.raises(CheckpointError, match=message):
+            verify(str(base_checkpoint), str(ported), tmp_path / name)
+
+
+def test_a_base_checkpoint_is_no_port(base_checkpoint):
+    with pytest.raises(CheckpointError, match="no Attention Residuals family"):
+        verify(str(base_checkpoint), str(base_checkpoint))
+
+
+def test_exit_status(base_checkpoint, ported):
+    arguments = ["verify", str(base_checkpoint), str(ported)]
+    assert CliRunner().invoke(app, arguments).exit_code == 0
+    train_queries(ported)
+    result = CliRunner().invoke(app, arguments)
+    assert result.exit_code == 1
+    assert "verified   NO" in result.output
+
+
+def test_port_verifies_before_the_target_appears(base_checkpoint, tmp_path, monkeypatch):
+    report = port(str(base_checkpoint), tmp_path / "good", Blocks("full"), verify=True)
+    assert report.verification.passed
+    assert "verified   yes" in str(report)
+    monkeypatch.setattr("conversion.port.depth_tensors", lambda layers, width, prefix: {"foo": torch.zeros(1)})
+    with pytest.raises(CheckpointError, match=r"(?s)does not compute.*0 of 26 depth tensors"):
+        port(str(base_checkpoint), tmp_path / "bad", verify=True)
+    assert not (tmp_path / "bad").exists()
+    assert not list(tmp_path.glob(".bad*"))
+
+
+def test_models_too_large_for_memory_are_offloaded(base_checkpoint, ported, monkeypatch):
+    class NoMemory:
+        available = 0
+
+    placements = []
+    from transformers import PreTrainedModel
+
+    real = PreTrainedModel.from_pretrained.__func__
+
+    def spy(cls, *args, **kwargs):
+        placements.append(kwargs.get("device_map"))
+        return real(cls, *args, **kwargs)
+
+    monkeypatch.setattr(PreTrainedModel, "from_pretrained", classmethod(spy))
+    monkeypatch.setattr("conversion.verify.psutil.virtual_memory", lambda: NoMemory)
+    assert verify(str(base_checkpoint), str(ported)).passed
+    assert "auto" in placements
