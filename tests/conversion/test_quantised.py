@@ -5,7 +5,7 @@ import json
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
 from conversion.checkpoint import CheckpointError
 from conversion.port import port
@@ -51,6 +51,24 @@ def test_fp8(name, tmp_path):
     assert {parameter.dtype for parameter in target.model.attn_res.parameters()} == {torch.float32}
     assert relative_error(target(tokens()).logits, source(tokens()).logits) <= 3e-2  # computed in bf16
     assert verify(str(tmp_path / "source"), str(tmp_path / "target")).differing == ()
+
+
+@pytest.mark.parametrize("bits", [{"load_in_4bit": True}, {"load_in_8bit": True}], ids=["4 bits", "8 bits"])
+@pytest.mark.parametrize("name", ["Llama", "Mixtral"])
+def test_bitsandbytes(name, tmp_path, bits):
+    base = BY_NAME[name].base_causal_lm(hidden_size=64, intermediate_size=64).to(torch.bfloat16)
+    base.save_pretrained(tmp_path / "base")
+    quantised = AutoModelForCausalLM.from_pretrained(tmp_path / "base", quantization_config=BitsAndBytesConfig(**bits))
+    quantised.save_pretrained(tmp_path / "source")
+    port(str(tmp_path / "source"), tmp_path / "target")
+    target = AutoModelForCausalLM.from_pretrained(tmp_path / "target")
+    layer = target.model.layers[0].self_attn.q_proj
+    assert type(layer) is type(quantised.model.layers[0].self_attn.q_proj)
+    assert type(layer).__name__ in ("Linear4bit", "Linear8bitLt")
+    assert {parameter.dtype for parameter in target.model.attn_res.parameters()} == {torch.float32}
+    verification = verify(str(tmp_path / "source"), str(tmp_path / "target"))
+    assert verification.passed
+    assert verification.top1_agreement > 0.9
 
 
 @pytest.mark.parametrize("method", ["gptq", "awq", "compressed-tensors"])
