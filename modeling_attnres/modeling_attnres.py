@@ -17,6 +17,7 @@ from torch import nn
 from transformers import (
     DeepseekV3ForCausalLM,
     DeepseekV3Model,
+    GenerationMixin,
     KimiLinearForCausalLM,
     KimiLinearModel,
     LlamaForCausalLM,
@@ -326,7 +327,7 @@ class AttnResLlamaModel(AttnResModel, LlamaModel):
     output_class = BaseModelOutputWithPast
 
 
-class AttnResLlamaForCausalLM(AttnResForCausalLM, LlamaForCausalLM):
+class AttnResLlamaForCausalLM(AttnResForCausalLM, LlamaForCausalLM, GenerationMixin):
     config: AttnResLlamaConfig
     model_class = AttnResLlamaModel
 
@@ -362,7 +363,7 @@ class AttnResMixtralModel(SlidingWindowModel, MixtralModel):
     rotary_class = MixtralRotaryEmbedding
 
 
-class AttnResMixtralForCausalLM(AuxiliaryLossForCausalLM, MixtralForCausalLM):
+class AttnResMixtralForCausalLM(AuxiliaryLossForCausalLM, MixtralForCausalLM, GenerationMixin):
     config: AttnResMixtralConfig
     model_class = AttnResMixtralModel
 
@@ -379,7 +380,7 @@ class AttnResQwen3MoeModel(SlidingWindowModel, Qwen3MoeModel):
     rotary_class = Qwen3MoeRotaryEmbedding
 
 
-class AttnResQwen3MoeForCausalLM(AuxiliaryLossForCausalLM, Qwen3MoeForCausalLM):
+class AttnResQwen3MoeForCausalLM(AuxiliaryLossForCausalLM, Qwen3MoeForCausalLM, GenerationMixin):
     config: AttnResQwen3MoeConfig
     model_class = AttnResQwen3MoeModel
 
@@ -396,7 +397,7 @@ class AttnResDeepseekV3Model(AttnResModel, DeepseekV3Model):
     rotary_class = DeepseekV3RotaryEmbedding
 
 
-class AttnResDeepseekV3ForCausalLM(AttnResForCausalLM, DeepseekV3ForCausalLM):
+class AttnResDeepseekV3ForCausalLM(AttnResForCausalLM, DeepseekV3ForCausalLM, GenerationMixin):
     config: AttnResDeepseekV3Config
     model_class = AttnResDeepseekV3Model
 
@@ -426,7 +427,7 @@ class AttnResKimiLinearModel(AttnResModel, KimiLinearModel):
         return [masks[layer_type] for layer_type in self.config.layer_types]
 
 
-class AttnResKimiLinearForCausalLM(AttnResForCausalLM, KimiLinearForCausalLM):
+class AttnResKimiLinearForCausalLM(AttnResForCausalLM, KimiLinearForCausalLM, GenerationMixin):
     config: AttnResKimiLinearConfig
     model_class = AttnResKimiLinearModel
 

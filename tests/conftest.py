@@ -4,12 +4,15 @@ import sys
 import sysconfig
 from pathlib import Path
 
+import hypothesis
 import pytest
 import torch
 
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 torch.set_num_threads(1)  # tests run in parallel processes
+hypothesis.settings.register_profile("repeatable", deadline=None, derandomize=True)
+hypothesis.settings.load_profile("repeatable")
 
 from tests.families import FAMILIES, LAYOUTS  # noqa: E402
 

@@ -34,9 +34,11 @@ def all_tensors(folder):
 
 @pytest.mark.parametrize("blocks", BLOCKS.values(), ids=BLOCKS.keys())
 @pytest.mark.parametrize("shard_size", ["5GB", "30KB"], ids=["single file", "sharded"])
-def test_port_is_lossless(family, tmp_path, blocks, shard_size):
+@pytest.mark.parametrize("published", [True, False], ids=["published layout", "merged layout"])
+def test_port_is_lossless(family, tmp_path, blocks, shard_size, published):
+    """For the names a family was published with (a tensor an expert, …) and those transformers has in memory."""
     base = family.base_causal_lm()
-    base.save_pretrained(tmp_path / "source", max_shard_size=shard_size)
+    base.save_pretrained(tmp_path / "source", max_shard_size=shard_size, save_original_format=published)
     before = {path.name: path.read_bytes() for path in (tmp_path / "source").iterdir()}
 
     report = port(str(tmp_path / "source"), tmp_path / "target", blocks)
