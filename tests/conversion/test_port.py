@@ -4,7 +4,6 @@ import json
 import os
 import re
 import shutil
-import struct
 
 import pytest
 import torch
@@ -15,6 +14,7 @@ from typer.testing import CliRunner
 from conversion.__main__ import app, run
 from conversion.checkpoint import CheckpointError
 from conversion.port import Blocks, port
+from tests.conversion.checkpoints import all_tensors, edit_config, edit_header
 from tests.families import FAMILIES, tokens
 from tests.oracle import relative_error
 
@@ -26,10 +26,6 @@ BLOCKS = {
     "number of blocks": Blocks(number=4),
     "one block": Blocks(number=1),
 }
-
-
-def all_tensors(folder):
-    return {name: value for path in sorted(folder.glob("*.safetensors")) for name, value in load_file(path).items()}
 
 
 @pytest.mark.parametrize("blocks", BLOCKS.values(), ids=BLOCKS.keys())
@@ -162,21 +158,6 @@ def test_the_number_of_blocks_is_exact(tmp_path):
 
 
 # ------------------------------------------------------------------------------------------------------- bad input
-
-
-def edit_config(folder, **fields):
-    path = folder / "config.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | fields))
-
-
-def edit_header(path, change):
-    """Rewrite a safetensors header in place, leaving the data as it is."""
-    content = path.read_bytes()
-    size = struct.unpack("<Q", content[:8])[0]
-    header = json.loads(content[8 : 8 + size])
-    change(header)
-    new = json.dumps(header).encode()
-    path.write_bytes(struct.pack("<Q", len(new)) + new + content[8 + size :])
 
 
 def overlap(header):
