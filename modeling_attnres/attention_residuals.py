@@ -8,8 +8,9 @@ has one learned *pseudo-query* w_l; keys and values are the sources themselves, 
     input_l = Σ_i softmax_i( w_l · RMSNorm(source_i) ) · source_i
 
 Notable here:
-    - Queries do not depend on activations. So when a block closes, one matrix product gives its logits at *every* site
-      (`Sources.close`), and no site ever normalises, upcasts or stacks the sources again.
+    - Queries do not depend on activations. So when a block closes, one matrix product gives its logits at *every* site,
+      and no site ever normalises, upcasts or stacks the sources again (`EagerSources`). For inference, one more reads
+      them at all sites of the next block at once (`TwoPhaseSources`).
     - `DepthRead` is the only thing a layer knows: it asks for what its site reads and does not know how it is made.
     - `depth_read` is the same read written as in the paper; tests hold the two together.
     - No model family is known in this file.
@@ -17,8 +18,6 @@ Notable here:
 Shapes: B batch, T tokens, D hidden size, L decoder layers, S = 2L + 1 sites, N closed blocks.
 Sites: 2l is the attention of decoder layer l, 2l + 1 its MLP, 2L the output (before the final norm).
 """
-
-from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -62,47 +61,131 @@ class DepthAttention(nn.Module):
             (init.zeros_ if name.endswith("query") else init.ones_)(tensor)
 
     def forward(self, x_BTD: torch.Tensor) -> torch.Tensor:
-        """The effective queries w ⊙ γ of all sites, `[S, D]`, for sources of the dtype and on the device of `x_BTD`.
+        """The effective queries √D · w ⊙ γ of all sites, `[S, D]`, for sources of the dtype and on the device of `x_BTD`.
 
-        The norm's weight only ever appears in the product w · (γ ⊙ x / rms(x)), so it is folded into the query.
+        The norm's weight only ever appears in the product w · (γ ⊙ x / rms(x)), so it is folded into the query, and so
+        is the √D between |x| and rms(x).
         """
         attention_LD = self.attention_query.squeeze(1) * self.attention_norm
         mlp_LD = self.mlp_query.squeeze(1) * self.mlp_norm
         layers_SD = torch.stack((attention_LD, mlp_LD), dim=1).flatten(0, 1)
-        queries_SD = torch.cat((layers_SD, self.output_query * self.output_norm))
+        queries_SD = torch.cat((layers_SD, self.output_query * self.output_norm)) * x_BTD.shape[-1] ** 0.5
         return queries_SD.to(device=x_BTD.device, dtype=statistics_dtype(x_BTD.dtype))
 
 
 def source_logits(x_BTD: torch.Tensor, queries_SD: torch.Tensor, eps: float) -> torch.Tensor:
     """Logits `[B, T, S]` of one source at S sites: w · RMSNorm(x), the norm applied to the product. No 1/√d.
 
-    Computed in the dtype of the queries (fp32 or fp64), also under autocast.
+    With the queries q = √D · w ⊙ γ a logit is q · x / √(|x|² + D · eps). Computed in the dtype of the queries (fp32 or
+    fp64), also under autocast. A single query `[D]` gives `[B, T]`.
     """
-    with torch.autocast(x_BTD.device.type, enabled=False):
-        norm_BT1 = torch.linalg.vector_norm(x_BTD, dim=-1, keepdim=True, dtype=queries_SD.dtype)
-        inverse_rms_BT1 = torch.rsqrt(norm_BT1.square() / x_BTD.shape[-1] + eps)
-        return torch.matmul(x_BTD.to(queries_SD.dtype), queries_SD.t()) * inverse_rms_BT1
+    if torch.is_autocast_enabled(x_BTD.device.type):
+        with torch.autocast(x_BTD.device.type, enabled=False):
+            return source_logits(x_BTD, queries_SD, eps)
+    norm_BT = torch.linalg.vector_norm(x_BTD, dim=-1, dtype=queries_SD.dtype)
+    inverse_BT = torch.rsqrt(norm_BT.square() + x_BTD.shape[-1] * eps)
+    x_BTD = x_BTD.to(queries_SD.dtype)
+    if queries_SD.ndim == 1:
+        return torch.matmul(x_BTD, queries_SD) * inverse_BT
+    return torch.matmul(x_BTD, queries_SD.t()) * inverse_BT[..., None]
 
 
-class Sources(NamedTuple):
-    """The closed blocks of a pass and their logits at every site. Functional: closing a block makes a new `Sources`."""
+class EagerSources:
+    """The closed blocks of a pass, read one by one. A block's logits at every site are made once, when it closes.
 
-    values: tuple[torch.Tensor, ...] = ()  # N of [B, T, D]
-    logits: tuple[torch.Tensor, ...] = ()  # N of [B, T, S]
+    Args:
+        queries_SD: the effective queries of all sites.
+        eps: the key norm's epsilon.
+    """
 
-    def close(self, x_BTD: torch.Tensor, queries_SD: torch.Tensor, eps: float) -> "Sources":
+    def __init__(self, queries_SD: torch.Tensor, eps: float):
+        self.queries_SD, self.eps = queries_SD, eps
+        self.values_BTD: list[torch.Tensor] = []
+        self.logits_BTS: list[torch.Tensor] = []
+
+    def close(self, x_BTD: torch.Tensor) -> None:
         """Add the embedding, a finished block's sum (rounded once, to the embedding's dtype) or a sublayer's output."""
-        logits_BTS = source_logits(x_BTD, queries_SD.to(x_BTD.device), eps)
-        value_BTD = x_BTD.to(self.values[0].dtype) if self.values else x_BTD
-        # a model spread over devices continues where the newest block is
-        return Sources(
-            (*(value.to(x_BTD.device) for value in self.values), value_BTD),
-            (*(logits.to(x_BTD.device) for logits in self.logits), logits_BTS),
-        )
+        self.move_to(x_BTD.device)
+        self.logits_BTS.append(source_logits(x_BTD, self.queries_SD, self.eps))
+        self.values_BTD.append(x_BTD.to(self.values_BTD[0].dtype) if self.values_BTD else x_BTD)
 
-    def at(self, first_site: int, end_site: int) -> torch.Tensor:
-        """Logits of all blocks at a range of sites, `[sites, B, T, N]`."""
-        return torch.stack([logits_BTS[..., first_site:end_site] for logits_BTS in self.logits], -1).movedim(2, 0)
+    def move_to(self, device: torch.device) -> None:
+        """A model spread over devices continues where its newest block is."""
+        if self.queries_SD.device != device:
+            self.queries_SD = self.queries_SD.to(device)
+            self.values_BTD = [value.to(device) for value in self.values_BTD]
+            self.logits_BTS = [logits.to(device) for logits in self.logits_BTS]
+
+    def at(self, site: int) -> tuple[torch.Tensor, ...]:
+        """What `DepthRead` needs at a site: its query `[D]`, its logits `[B, T, N]`, and the N blocks."""
+        logits_BTN = torch.stack([logits_BTS[..., site] for logits_BTS in self.logits_BTS], dim=-1)
+        return self.queries_SD[site], logits_BTN, *self.values_BTD
+
+
+class TwoPhaseSources:
+    """The same for inference, in two phases (paper, Algorithm 1).
+
+    Phase 1, at the start of a group of layers: one matrix product reads all closed blocks at all sites of the group.
+    Its result and log-sum-exp stand for those blocks as if they were one source, whose logit is the log-sum-exp.
+    Phase 2, site by site, is then an ordinary `DepthRead` of that one source and the running sum.
+    The groups are the blocks; in Full mode, some layers each, whose outputs are read one by one within the group.
+
+    Blocks are held once, in a buffer of this pass. Nothing here is differentiable.
+
+    Args:
+        queries_SD: the effective queries of all sites.
+        eps: the key norm's epsilon.
+        groups: the first layer of each group.
+        num_blocks: how many sources will be closed in this pass.
+    """
+
+    phase_1_bytes = 2**28  # at most, for results held at a time; beyond it, fewer sites than a group's at once
+
+    def __init__(self, queries_SD: torch.Tensor, eps: float, groups: tuple[int, ...], num_blocks: int):
+        self.queries_SD, self.eps = queries_SD, eps
+        self.queries_D = queries_SD.unbind()
+        self.group_ends = [2 * layer for layer in groups[1:]] + [queries_SD.shape[0]]
+        self.num_blocks, self.closed = num_blocks, 0
+        self.first_site = self.end_site = 0  # the sites phase 1 was made for
+        self.reads_BTD = self.log_sum_exps_BT1 = ()  # its results, one a site
+        self.recent_values_BTD: list[torch.Tensor] = []  # closed since phase 1
+        self.recent_logits_BTS: list[torch.Tensor] = []
+
+    def close(self, x_BTD: torch.Tensor) -> None:
+        """As `EagerSources.close`."""
+        logits_BTS = source_logits(x_BTD, self.queries_SD, self.eps)
+        if self.closed == 0:
+            batch, tokens, width = x_BTD.shape
+            self.values_BTND = x_BTD.new_empty(batch, tokens, self.num_blocks, width)
+            self.logits_BTSN = logits_BTS.new_empty(*logits_BTS.shape, self.num_blocks)
+        self.values_BTND[:, :, self.closed] = x_BTD
+        self.logits_BTSN[..., self.closed] = logits_BTS
+        self.closed += 1
+        self.recent_values_BTD.append(x_BTD.to(self.values_BTND.dtype))
+        self.recent_logits_BTS.append(logits_BTS)
+
+    def phase_1(self, first_site: int) -> None:
+        """Read all closed blocks at the sites from `first_site` to the end of its group."""
+        end_site = next(end for end in self.group_ends if end > first_site)
+        site_bytes = self.values_BTND[:, :, 0].nbytes
+        self.first_site = first_site
+        self.end_site = min(end_site, first_site + max(2, self.phase_1_bytes // site_bytes // 2 * 2))
+        logits_BTsN = self.logits_BTSN[:, :, first_site : self.end_site, : self.closed]
+        log_sum_exp_BTs1 = logits_BTsN.logsumexp(-1, keepdim=True)
+        weights_BTsN = torch.exp(logits_BTsN - log_sum_exp_BTs1).to(self.values_BTND.dtype)
+        self.reads_BTD = torch.matmul(weights_BTsN, self.values_BTND[:, :, : self.closed]).unbind(2)
+        self.log_sum_exps_BT1 = log_sum_exp_BTs1.unbind(2)
+        self.recent_values_BTD, self.recent_logits_BTS = [], []
+
+    def at(self, site: int) -> tuple[torch.Tensor, ...]:
+        """As `EagerSources.at`, the result of phase 1 in place of the blocks it has read."""
+        if site >= self.end_site:
+            self.phase_1(site)
+        logits_BTN = self.log_sum_exps_BT1[site - self.first_site]
+        if self.recent_logits_BTS:
+            recent = [logits_BTS[..., site : site + 1] for logits_BTS in self.recent_logits_BTS]
+            logits_BTN = torch.cat((logits_BTN, *recent), dim=-1)
+        return self.queries_D[site], logits_BTN, self.reads_BTD[site - self.first_site], *self.recent_values_BTD
 
 
 def add_output(running_sum_BTD: torch.Tensor | None, output_BTD: torch.Tensor) -> torch.Tensor:
@@ -128,23 +211,32 @@ class DepthRead(nn.Module):
         query_D: torch.Tensor,
         logits_BTN: torch.Tensor,
         *values_BTD: torch.Tensor,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+        with_weights: bool = False,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Attend to the closed blocks and, where there is one, the running sum of the block so far.
 
         Args:
             running_sum_BTD: the running sum, or `None` at a site that opens a block.
             query_D: the site's effective query, in the statistics dtype.
             logits_BTN: the closed blocks' logits at this site.
-            values_BTD: the N closed blocks.
+            values_BTD: the N closed blocks, or what phase 1 made of them.
+            with_weights: also return the depth weights.
 
         Returns:
             The site's input `[B, T, D]` in the dtype of the sources, and its depth weights `[B, T, N (+ 1)]`, which sum
-            to 1, the running sum's last.
+            to 1, the running sum's last; or `None`.
         """
+        dtype = values_BTD[0].dtype
         if running_sum_BTD is not None:
-            logit_BT1 = source_logits(running_sum_BTD, query_D[None], self.eps)
+            logit_BT1 = source_logits(running_sum_BTD, query_D, self.eps).unsqueeze(-1)
+            if len(values_BTD) == 1 and not with_weights:  # phase 2: online softmax of two is an interpolation
+                share_BT1 = torch.sigmoid(logit_BT1 - logits_BTN)
+                start_BTD, end_BTD = values_BTD[0].to(share_BT1.dtype), running_sum_BTD.to(share_BT1.dtype)
+                return torch.lerp(start_BTD, end_BTD, share_BT1).to(dtype), None
             logits_BTN = torch.cat((logits_BTN, logit_BT1), dim=-1)
             values_BTD = (*values_BTD, running_sum_BTD)
+        elif len(values_BTD) == 1 and not with_weights:
+            return values_BTD[0], None
         weights_BTN = logits_BTN.softmax(dim=-1)
 
         # The first product makes the accumulator, in the statistics dtype by type promotion: nothing is upcast whole.
@@ -152,7 +244,7 @@ class DepthRead(nn.Module):
         mixed_BTD = first_BTD * weights_BTN[..., :1]
         for index, value_BTD in enumerate(rest, start=1):
             mixed_BTD.addcmul_(value_BTD, weights_BTN[..., index : index + 1])
-        return mixed_BTD.to(first_BTD.dtype), weights_BTN
+        return mixed_BTD.to(dtype), weights_BTN if with_weights else None
 
 
 def depth_read(

@@ -98,7 +98,29 @@ class AttnResFields:
 
     def __post_init__(self, **kwargs):
         kwargs.pop("model_type", None)  # a base config's dict brings its own, which would shadow the class's
+        self.attn_res_implementation = kwargs.pop("attn_res_implementation", "two_phase")
         super().__post_init__(**kwargs)
+
+    @property
+    def attn_res_implementation(self) -> str:
+        """How inference reads over depth: `"two_phase"`, or `"eager"`, its plain twin. Like `attn_implementation` a
+        matter of the process, not of the checkpoint: it can be set at load or later, and is not saved."""
+        return self._attn_res_implementation
+
+    @attn_res_implementation.setter
+    def attn_res_implementation(self, value: str):
+        if value not in ("two_phase", "eager"):
+            raise ValueError(f"attn_res_implementation must be 'two_phase' or 'eager', got {value!r}.")
+        self._attn_res_implementation = value
+
+    def _remove_keys_not_serialized(self, config_dict: dict) -> None:
+        super()._remove_keys_not_serialized(config_dict)
+        config_dict.pop("_attn_res_implementation", None)
+
+    @property
+    def attn_res_groups(self) -> tuple[int, ...]:
+        """The first decoder layer of each group that is read in two phases: the blocks; in Full mode four layers each."""
+        return tuple(range(0, self.num_hidden_layers, 4)) if self.attn_res_mode == "full" else self.attn_res_block_starts
 
     @property
     def attn_res_block_starts(self) -> tuple[int, ...]:

@@ -60,7 +60,8 @@ from transformers.utils.output_capturing import OutputRecorder, capture_outputs
 from .attention_residuals import (
     DepthAttention,
     DepthRead,
-    Sources,
+    EagerSources,
+    TwoPhaseSources,
     add_output,
     depth_attention_mapping,
     with_literal_dots,
@@ -89,9 +90,8 @@ class AttnResDecoderLayer:
     def forward(
         self,
         hidden_states: torch.Tensor,
-        queries_2D: torch.Tensor,
-        logits_2BTN: torch.Tensor,
-        *blocks_BTD: torch.Tensor,
+        *site_inputs: torch.Tensor,
+        output_depth_attentions: bool = False,
         **kwargs,
     ) -> tuple[torch.Tensor, ...]:
         """Run both sublayers.
@@ -99,20 +99,22 @@ class AttnResDecoderLayer:
         Args:
             hidden_states: the running sum `[B, T, D]` that the layer before returned, in the statistics dtype. A layer
                 that starts a block finds it among the closed blocks and does not read it here.
-            queries_2D: the effective queries of the attention and the MLP site.
-            logits_2BTN: the logits of the closed blocks at both sites.
-            blocks_BTD: the closed blocks.
+            site_inputs: what the attention's read takes beside the running sum, then what the MLP's takes, as many:
+                tensors, one by one, for checkpointing to find.
+            output_depth_attentions: whether the reads make their depth weights, for a hook to record.
             kwargs: what the base family's attention takes (mask, cache, position embeddings, …).
 
         Returns:
             The new running sum; in Full mode the MLP's output, and the attention's output as a source to close.
         """
+        half, with_weights = len(site_inputs) // 2, bool(output_depth_attentions)
+
         running_sum = None if self.starts_block else hidden_states
-        inputs, _ = self.attention_read(running_sum, queries_2D[0], logits_2BTN[0], *blocks_BTD)
+        inputs, _ = self.attention_read(running_sum, *site_inputs[:half], with_weights=with_weights)
         attention_output = self.attend(self.input_layernorm(inputs), **kwargs)
 
         running_sum = add_output(running_sum, attention_output)
-        inputs, _ = self.mlp_read(running_sum, queries_2D[1], logits_2BTN[1], *blocks_BTD)
+        inputs, _ = self.mlp_read(running_sum, *site_inputs[half:], with_weights=with_weights)
         mlp_output = self.mlp(self.post_attention_layernorm(inputs))
 
         if self.is_full:
@@ -195,6 +197,7 @@ class AttnResModel(AttnResPreTrainedModel):
         cache: Cache | None = None,
         inputs_embeds: torch.Tensor | None = None,
         use_cache: bool | None = None,
+        output_depth_attentions: bool | None = None,
         **kwargs,
     ) -> BaseModelOutputWithPast | MoeModelOutputWithPast:
         """The base model's forward, with depth attention in the loop over layers.
@@ -221,6 +224,8 @@ class AttnResModel(AttnResPreTrainedModel):
             cache=cache,
             position_ids=position_ids,
         )
+        if output_depth_attentions is None:
+            output_depth_attentions = getattr(self.config, "output_depth_attentions", False)
         kwargs.update(position_ids=position_ids, cache=cache, use_cache=use_cache)
         if self.rotary_class is not None:
             kwargs["position_embeddings"] = self.rotary_emb(inputs_embeds, position_ids=position_ids)
@@ -230,31 +235,38 @@ class AttnResModel(AttnResPreTrainedModel):
             for layer, mask in zip(self.layers, masks):
                 hidden_states = layer(hidden_states, attention_mask=mask, **kwargs)
         else:
-            hidden_states = self.attend_over_depth(inputs_embeds, masks, **kwargs)
+            hidden_states = self.attend_over_depth(inputs_embeds, masks, output_depth_attentions, **kwargs)
         return self.output_class(last_hidden_state=self.norm(hidden_states), cache=cache)
 
-    def attend_over_depth(self, hidden_states: torch.Tensor, masks: list, **kwargs) -> torch.Tensor:
+    def attend_over_depth(
+        self, hidden_states: torch.Tensor, masks: list, output_depth_attentions: bool = False, **kwargs
+    ) -> torch.Tensor:
         """The loop over layers: from the embedding to what the output site reads, both `[B, T, D]`."""
-        eps = self.output_read.eps
-        queries_SD = self.attn_res(hidden_states)
-        sources = Sources()
+        sources = self.new_sources(self.attn_res(hidden_states), output_depth_attentions)
         for index, (layer, mask) in enumerate(zip(self.layers, masks)):
             if layer.starts_block:
-                sources = sources.close(hidden_states, queries_SD, eps)
-            sites = 2 * index, 2 * index + 2
+                sources.close(hidden_states)
             hidden_states, *outputs_to_close = layer(
                 hidden_states,
-                queries_SD[slice(*sites)],
-                sources.at(*sites),
-                *sources.values,
+                *sources.at(2 * index),
+                *sources.at(2 * index + 1),
+                output_depth_attentions=output_depth_attentions,
                 attention_mask=mask,
                 **kwargs,
             )
             for output in outputs_to_close:
-                sources = sources.close(output, queries_SD, eps)
+                sources.close(output)
 
-        logits_BTN = sources.at(2 * len(self.layers), 2 * len(self.layers) + 1)[0]
-        return self.output_read(hidden_states, queries_SD[-1], logits_BTN, *sources.values)[0]
+        output_inputs = sources.at(2 * len(self.layers))
+        return self.output_read(hidden_states, *output_inputs, with_weights=bool(output_depth_attentions))[0]
+
+    def new_sources(self, queries_SD: torch.Tensor, output_depth_attentions: bool) -> EagerSources | TwoPhaseSources:
+        """How this pass holds and reads its sources. Gradients and depth weights need them one by one."""
+        eps, config = self.output_read.eps, self.config
+        if config.attn_res_implementation == "eager" or torch.is_grad_enabled() or output_depth_attentions:
+            return EagerSources(queries_SD, eps)
+        num_closed = config.attn_res_num_sources(2 * config.num_hidden_layers) - 1
+        return TwoPhaseSources(queries_SD, eps, config.attn_res_groups, num_closed)
 
 
 class AttnResForCausalLM(AttnResPreTrainedModel):
