@@ -19,6 +19,8 @@ Shapes: B batch, T tokens, D hidden size, L decoder layers, S = 2L + 1 sites, N 
 Sites: 2l is the attention of decoder layer l, 2l + 1 its MLP, 2L the output (before the final norm).
 """
 
+from contextlib import nullcontext
+
 import torch
 from torch import nn
 from transformers import initialization as init
@@ -61,7 +63,7 @@ class DepthAttention(nn.Module):
             (init.zeros_ if name.endswith("query") else init.ones_)(tensor)
 
     def forward(self, x_BTD: torch.Tensor) -> torch.Tensor:
-        """The effective queries √D · w ⊙ γ of all sites, `[S, D]`, for sources of the dtype and on the device of `x_BTD`.
+        """The effective queries √D · w ⊙ γ of all sites, `[S, D]`, for sources like `x_BTD` in dtype and device.
 
         The norm's weight only ever appears in the product w · (γ ⊙ x / rms(x)), so it is folded into the query, and so
         is the √D between |x| and rms(x).
@@ -73,21 +75,26 @@ class DepthAttention(nn.Module):
         return queries_SD.to(device=x_BTD.device, dtype=statistics_dtype(x_BTD.dtype))
 
 
-def source_logits(x_BTD: torch.Tensor, queries_SD: torch.Tensor, eps: float) -> torch.Tensor:
+def inverse_size(x_BTD: torch.Tensor, floor: torch.Tensor) -> torch.Tensor:
+    """1 / √(|x|² + D · eps), `[B, T, 1]`, with `floor` = D · eps: the key norm up to the √D that the queries carry."""
+    norm_BT1 = torch.linalg.vector_norm(x_BTD, dim=-1, keepdim=True, dtype=floor.dtype)
+    return torch.rsqrt(torch.addcmul(floor, norm_BT1, norm_BT1))
+
+
+def source_logits(x_BTD: torch.Tensor, queries_SD: torch.Tensor, floor: torch.Tensor) -> torch.Tensor:
     """Logits `[B, T, S]` of one source at S sites: w · RMSNorm(x), the norm applied to the product. No 1/√d.
 
-    With the queries q = √D · w ⊙ γ a logit is q · x / √(|x|² + D · eps). Computed in the dtype of the queries (fp32 or
-    fp64), also under autocast. A single query `[D]` gives `[B, T]`.
+    Computed in the dtype of the queries (fp32 or fp64), also under autocast.
     """
-    if torch.is_autocast_enabled(x_BTD.device.type):
-        with torch.autocast(x_BTD.device.type, enabled=False):
-            return source_logits(x_BTD, queries_SD, eps)
-    norm_BT = torch.linalg.vector_norm(x_BTD, dim=-1, dtype=queries_SD.dtype)
-    inverse_BT = torch.rsqrt(norm_BT.square() + x_BTD.shape[-1] * eps)
-    x_BTD = x_BTD.to(queries_SD.dtype)
-    if queries_SD.ndim == 1:
-        return torch.matmul(x_BTD, queries_SD) * inverse_BT
-    return torch.matmul(x_BTD, queries_SD.t()) * inverse_BT[..., None]
+    with autocast_off(x_BTD):
+        return torch.matmul(x_BTD.to(queries_SD.dtype), queries_SD.t()) * inverse_size(x_BTD, floor)
+
+
+def autocast_off(x: torch.Tensor):
+    """A context without autocast; entering one costs more than asking whether it is on."""
+    if torch.is_autocast_enabled(x.device.type):
+        return torch.autocast(x.device.type, enabled=False)
+    return nullcontext()
 
 
 class EagerSources:
@@ -99,27 +106,27 @@ class EagerSources:
     """
 
     def __init__(self, queries_SD: torch.Tensor, eps: float):
-        self.queries_SD, self.eps = queries_SD, eps
+        self.queries_SD, self.floor = queries_SD, queries_SD.new_tensor(queries_SD.shape[-1] * eps)
         self.values_BTD: list[torch.Tensor] = []
         self.logits_BTS: list[torch.Tensor] = []
 
     def close(self, x_BTD: torch.Tensor) -> None:
         """Add the embedding, a finished block's sum (rounded once, to the embedding's dtype) or a sublayer's output."""
         self.move_to(x_BTD.device)
-        self.logits_BTS.append(source_logits(x_BTD, self.queries_SD, self.eps))
+        self.logits_BTS.append(source_logits(x_BTD, self.queries_SD, self.floor))
         self.values_BTD.append(x_BTD.to(self.values_BTD[0].dtype) if self.values_BTD else x_BTD)
 
     def move_to(self, device: torch.device) -> None:
         """A model spread over devices continues where its newest block is."""
         if self.queries_SD.device != device:
-            self.queries_SD = self.queries_SD.to(device)
+            self.queries_SD, self.floor = self.queries_SD.to(device), self.floor.to(device)
             self.values_BTD = [value.to(device) for value in self.values_BTD]
             self.logits_BTS = [logits.to(device) for logits in self.logits_BTS]
 
     def at(self, site: int) -> tuple[torch.Tensor, ...]:
-        """What `DepthRead` needs at a site: its query `[D]`, its logits `[B, T, N]`, and the N blocks."""
+        """What `DepthRead` needs at a site: its query `[D]`, D · eps, its logits `[B, T, N]`, and the N blocks."""
         logits_BTN = torch.stack([logits_BTS[..., site] for logits_BTS in self.logits_BTS], dim=-1)
-        return self.queries_SD[site], logits_BTN, *self.values_BTD
+        return self.queries_SD[site], self.floor, logits_BTN, *self.values_BTD
 
 
 class TwoPhaseSources:
@@ -142,7 +149,7 @@ class TwoPhaseSources:
     phase_1_bytes = 2**28  # at most, for results held at a time; beyond it, fewer sites than a group's at once
 
     def __init__(self, queries_SD: torch.Tensor, eps: float, groups: tuple[int, ...], num_blocks: int):
-        self.queries_SD, self.eps = queries_SD, eps
+        self.queries_SD, self.floor = queries_SD, queries_SD.new_tensor(queries_SD.shape[-1] * eps)
         self.queries_D = queries_SD.unbind()
         self.group_ends = [2 * layer for layer in groups[1:]] + [queries_SD.shape[0]]
         self.num_blocks, self.closed = num_blocks, 0
@@ -153,7 +160,7 @@ class TwoPhaseSources:
 
     def close(self, x_BTD: torch.Tensor) -> None:
         """As `EagerSources.close`."""
-        logits_BTS = source_logits(x_BTD, self.queries_SD, self.eps)
+        logits_BTS = source_logits(x_BTD, self.queries_SD, self.floor)
         if self.closed == 0:
             batch, tokens, width = x_BTD.shape
             self.values_BTND = x_BTD.new_empty(batch, tokens, self.num_blocks, width)
@@ -185,7 +192,13 @@ class TwoPhaseSources:
         if self.recent_logits_BTS:
             recent = [logits_BTS[..., site : site + 1] for logits_BTS in self.recent_logits_BTS]
             logits_BTN = torch.cat((logits_BTN, *recent), dim=-1)
-        return self.queries_D[site], logits_BTN, self.reads_BTD[site - self.first_site], *self.recent_values_BTD
+        return (
+            self.queries_D[site],
+            self.floor,
+            logits_BTN,
+            self.reads_BTD[site - self.first_site],
+            *self.recent_values_BTD,
+        )
 
 
 def add_output(running_sum_BTD: torch.Tensor | None, output_BTD: torch.Tensor) -> torch.Tensor:
@@ -195,20 +208,40 @@ def add_output(running_sum_BTD: torch.Tensor | None, output_BTD: torch.Tensor) -
     """
     if running_sum_BTD is None:
         return output_BTD
-    return running_sum_BTD.to(statistics_dtype(output_BTD.dtype)) + output_BTD
+    if running_sum_BTD.dtype in (torch.bfloat16, torch.float16):
+        running_sum_BTD = running_sum_BTD.float()
+    return running_sum_BTD + output_BTD
+
+
+def interpolate(
+    running_sum_BTD: torch.Tensor,
+    query_D: torch.Tensor,
+    floor: torch.Tensor,
+    logit_BT1: torch.Tensor,
+    value_BTD: torch.Tensor,
+) -> torch.Tensor:
+    """A read of two sources, the running sum and one other: the softmax is a sigmoid, the mixture an interpolation.
+
+    This is phase 2, once a site: for few tokens its cost is the number of operations, so there are few.
+    """
+    dtype, statistics = value_BTD.dtype, query_D.dtype
+    if dtype != statistics or running_sum_BTD.dtype != statistics:
+        value_BTD, running_sum_BTD = value_BTD.to(statistics), running_sum_BTD.to(statistics)
+    with autocast_off(running_sum_BTD):
+        product_BT1 = torch.matmul(running_sum_BTD, query_D).unsqueeze(-1)
+    share_BT1 = torch.sigmoid(torch.addcmul(logit_BT1, product_BT1, inverse_size(running_sum_BTD, floor), value=-1))
+    mixed_BTD = torch.lerp(running_sum_BTD, value_BTD, share_BT1)
+    return mixed_BTD if dtype == statistics else mixed_BTD.to(dtype)
 
 
 class DepthRead(nn.Module):
     """What one site reads. Without parameters; a module, so that its depth weights can be recorded by a hook."""
 
-    def __init__(self, eps: float):
-        super().__init__()
-        self.eps = eps
-
     def forward(
         self,
         running_sum_BTD: torch.Tensor | None,
         query_D: torch.Tensor,
+        floor: torch.Tensor,
         logits_BTN: torch.Tensor,
         *values_BTD: torch.Tensor,
         with_weights: bool = False,
@@ -218,6 +251,7 @@ class DepthRead(nn.Module):
         Args:
             running_sum_BTD: the running sum, or `None` at a site that opens a block.
             query_D: the site's effective query, in the statistics dtype.
+            floor: D · eps of the key norm, a scalar.
             logits_BTN: the closed blocks' logits at this site.
             values_BTD: the N closed blocks, or what phase 1 made of them.
             with_weights: also return the depth weights.
@@ -226,17 +260,17 @@ class DepthRead(nn.Module):
             The site's input `[B, T, D]` in the dtype of the sources, and its depth weights `[B, T, N (+ 1)]`, which sum
             to 1, the running sum's last; or `None`.
         """
+        if len(values_BTD) == 1 and not with_weights:
+            (value_BTD,) = values_BTD
+            if running_sum_BTD is None:
+                return value_BTD, None
+            return interpolate(running_sum_BTD, query_D, floor, logits_BTN, value_BTD), None
+
         dtype = values_BTD[0].dtype
         if running_sum_BTD is not None:
-            logit_BT1 = source_logits(running_sum_BTD, query_D, self.eps).unsqueeze(-1)
-            if len(values_BTD) == 1 and not with_weights:  # phase 2: online softmax of two is an interpolation
-                share_BT1 = torch.sigmoid(logit_BT1 - logits_BTN)
-                start_BTD, end_BTD = values_BTD[0].to(share_BT1.dtype), running_sum_BTD.to(share_BT1.dtype)
-                return torch.lerp(start_BTD, end_BTD, share_BT1).to(dtype), None
+            logit_BT1 = source_logits(running_sum_BTD, query_D[None], floor)
             logits_BTN = torch.cat((logits_BTN, logit_BT1), dim=-1)
             values_BTD = (*values_BTD, running_sum_BTD)
-        elif len(values_BTD) == 1 and not with_weights:
-            return values_BTD[0], None
         weights_BTN = logits_BTN.softmax(dim=-1)
 
         # The first product makes the accumulator, in the statistics dtype by type promotion: nothing is upcast whole.

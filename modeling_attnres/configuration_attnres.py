@@ -119,8 +119,10 @@ class AttnResFields:
 
     @property
     def attn_res_groups(self) -> tuple[int, ...]:
-        """The first decoder layer of each group that is read in two phases: the blocks; in Full mode four layers each."""
-        return tuple(range(0, self.num_hidden_layers, 4)) if self.attn_res_mode == "full" else self.attn_res_block_starts
+        """The first decoder layer of each group that is read in two phases: the blocks, or in Full mode four layers."""
+        if self.attn_res_mode == "full":
+            return tuple(range(0, self.num_hidden_layers, 4))
+        return self.attn_res_block_starts
 
     @property
     def attn_res_block_starts(self) -> tuple[int, ...]:

@@ -82,8 +82,7 @@ class AttnResDecoderLayer:
         super().__init__(config, layer_idx)
         self.is_full = config.attn_res_mode == "full"
         self.starts_block = layer_idx in config.attn_res_block_starts
-        self.attention_read = DepthRead(config.rms_norm_eps)
-        self.mlp_read = DepthRead(config.rms_norm_eps)
+        self.attention_read, self.mlp_read = DepthRead(), DepthRead()
         scale_norm_eps(self.input_layernorm, config, site=2 * layer_idx)
         scale_norm_eps(self.post_attention_layernorm, config, site=2 * layer_idx + 1)
 
@@ -176,7 +175,7 @@ class AttnResModel(AttnResPreTrainedModel):
             self.rotary_emb = self.rotary_class(config=config)
         if has_depth_attention:
             self.attn_res = DepthAttention(config.num_hidden_layers, config.hidden_size)
-            self.output_read = DepthRead(config.rms_norm_eps)
+            self.output_read = DepthRead()
             scale_norm_eps(self.norm, config, site=2 * config.num_hidden_layers)
         self.gradient_checkpointing = False
         self.post_init()
@@ -262,7 +261,7 @@ class AttnResModel(AttnResPreTrainedModel):
 
     def new_sources(self, queries_SD: torch.Tensor, output_depth_attentions: bool) -> EagerSources | TwoPhaseSources:
         """How this pass holds and reads its sources. Gradients and depth weights need them one by one."""
-        eps, config = self.output_read.eps, self.config
+        config, eps = self.config, self.config.rms_norm_eps
         if config.attn_res_implementation == "eager" or torch.is_grad_enabled() or output_depth_attentions:
             return EagerSources(queries_SD, eps)
         num_closed = config.attn_res_num_sources(2 * config.num_hidden_layers) - 1

@@ -8,7 +8,8 @@ from hypothesis import strategies as st
 from modeling_attnres.attention_residuals import (
     DepthAttention,
     DepthRead,
-    Sources,
+    EagerSources,
+    TwoPhaseSources,
     depth_read,
     source_logits,
 )
@@ -30,11 +31,11 @@ def draw_case(seed, num_blocks, tokens=3, width=16, query_norm=1.0, size=1.0, dt
 
 def fast_read(blocks, running, query):
     """The read as a model does it: close the blocks, then read at one site."""
-    query = query.to(torch.promote_types(blocks[0].dtype, torch.float32))
-    sources = Sources()
+    query = query.to(torch.promote_types(blocks[0].dtype, torch.float32)) * query.shape[-1] ** 0.5
+    sources = EagerSources(query[None], EPS)
     for block in blocks:
-        sources = sources.close(block, query[None], EPS)
-    return DepthRead(EPS)(running, query, sources.at(0, 1)[0], *sources.values)
+        sources.close(block)
+    return DepthRead()(running, *sources.at(0), with_weights=True)
 
 
 def plain_read(blocks, running, query):
@@ -144,11 +145,47 @@ def test_reads_of_parts_merge_to_the_read_of_the_whole(data, **case):
     query = query.double()
     split = data.draw(st.integers(1, len(blocks) - 1))
     whole, _ = fast_read(blocks, None, query)
-    logits = torch.cat([source_logits(block, query[None], EPS) for block in blocks], dim=-1)
+    scaled, floor = query[None] * query.shape[-1] ** 0.5, torch.tensor(query.shape[-1] * EPS, dtype=torch.float64)
+    logits = torch.cat([source_logits(block, scaled, floor) for block in blocks], dim=-1)
     parts = [(blocks[:split], logits[..., :split]), (blocks[split:], logits[..., split:])]
     shares = torch.stack([part_logits.logsumexp(-1) for _, part_logits in parts], -1).softmax(-1)
     merged = sum(fast_read(part, None, query)[0] * shares[..., i, None] for i, (part, _) in enumerate(parts))
     assert relative_error(merged, whole) <= 1e-12
+
+
+@given(
+    **cases,
+    dtype=st.sampled_from(list(TOLERANCE)),
+    group=st.integers(1, 4),
+    sublayers_kept_apart=st.booleans(),
+    at_once=st.booleans(),
+)
+@settings(max_examples=100)
+def test_two_phases_equal_reads_one_by_one(dtype, group, sublayers_kept_apart, at_once, **case):
+    """Blocks closed at the start of a group, or (Full) sources within it; phase 1 in one piece or in several."""
+    values, running, _ = draw_case(**case, dtype=dtype)
+    layers = len(values)
+    generator = torch.Generator().manual_seed(case["seed"])
+    queries = torch.randn(2 * layers + 1, case["width"], generator=generator)
+    queries = queries * case["query_norm"] / queries.norm(dim=-1, keepdim=True)
+    queries = queries.to(torch.promote_types(dtype, torch.float32)) * case["width"] ** 0.5
+    groups = tuple(range(0, layers, group))
+    closing = set(range(layers)) if sublayers_kept_apart else set(groups)
+    eager, two_phase = EagerSources(queries, EPS), TwoPhaseSources(queries, EPS, groups, len(closing))
+    if not at_once:
+        two_phase.phase_1_bytes = 0
+    read = DepthRead()
+    for layer in range(layers):
+        if layer in closing:
+            eager.close(values[layer])
+            two_phase.close(values[layer])
+        for site in (2 * layer, 2 * layer + 1):
+            sum_here = None if site == 2 * layer and layer in closing else running
+            found, _ = read(sum_here, *two_phase.at(site))
+            expected, _ = read(sum_here, *eager.at(site), with_weights=True)
+            assert found.isfinite().all()
+            roundings = max(1.0, case["query_norm"]) * (1e-14 if dtype == torch.float64 else 2e-6)
+            assert relative_error(found, expected) <= 2 * TOLERANCE[dtype] + roundings, f"site {site}"
 
 
 def test_zero_queries_read_the_mean():
@@ -161,7 +198,7 @@ def test_zero_queries_read_the_mean():
 def test_a_zero_source_has_logit_zero_and_finite_gradients():
     block = torch.zeros(1, 2, 8, requires_grad=True)
     query = torch.randn(8, requires_grad=True)
-    logits = source_logits(block, query[None], EPS)
+    logits = source_logits(block, query[None], torch.tensor(8 * EPS))
     assert torch.equal(logits, torch.zeros_like(logits))
     logits.sum().backward()
     assert block.grad.isfinite().all()
@@ -181,7 +218,7 @@ def test_effective_queries_are_query_times_norm_in_site_order():
         module.mlp_query[1, 0] * module.mlp_norm[1],
         module.output_query[0] * module.output_norm,
     ]
-    assert torch.equal(queries, torch.stack(expected))
+    torch.testing.assert_close(queries, torch.stack(expected) * 3**0.5)
     assert module(torch.zeros(1, 1, 3, dtype=torch.bfloat16)).dtype == torch.float32
     assert module(torch.zeros(1, 1, 3, dtype=torch.float64)).dtype == torch.float64
 

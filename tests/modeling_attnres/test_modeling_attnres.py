@@ -15,16 +15,21 @@ TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 4e-3}
 
 
 def check_against_oracle(model, tolerance, **inputs):
+    """Hold every sublayer's input to the oracle's, read in two phases and one by one, and the depth weights, too."""
     mask = inputs.get("attention_mask")
-    with torch.no_grad(), Recorder(model.model) as record:
-        outputs = model(**inputs, output_depth_attentions=True)
-    expected, weights = expected_inputs(record, model.model.attn_res, model.config)
     real = slice(None) if mask is None else mask.bool()
-    assert len(outputs.depth_attentions) == len(expected) == 2 * model.config.num_hidden_layers + 1
-    for site, (value, weight) in enumerate(zip(expected, weights, strict=True)):
-        assert relative_error(record.inputs[site][real], value[real]) <= tolerance, f"site {site}"
-        assert weight.shape == outputs.depth_attentions[site].shape
-        torch.testing.assert_close(outputs.depth_attentions[site][real].double(), weight[real], rtol=0, atol=5e-6)
+    for with_weights in (False, True):  # the weights need eager reads
+        cached = copy.deepcopy(inputs) if with_weights is False else inputs  # a cache is advanced once
+        with torch.no_grad(), Recorder(model.model) as record:
+            outputs = model(**cached, output_depth_attentions=with_weights)
+        expected, weights = expected_inputs(record, model.model.attn_res, model.config)
+        assert len(expected) == 2 * model.config.num_hidden_layers + 1
+        for site, value in enumerate(expected):
+            assert relative_error(record.inputs[site][real], value[real]) <= tolerance, f"site {site}"
+    assert len(outputs.depth_attentions) == len(weights)
+    for found, weight in zip(outputs.depth_attentions, weights, strict=True):
+        assert found.shape == weight.shape
+        torch.testing.assert_close(found[real].double(), weight[real], rtol=0, atol=5e-6)
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=["fp32", "bf16"])
@@ -49,6 +54,49 @@ def test_oracle_with_cached_decoding(family, layout, dtype):
     ids = tokens(length=20)
     for piece in (ids[:, :15], ids[:, 15:16], ids[:, 16:17]):
         check_against_oracle(model, TOLERANCE[dtype], input_ids=piece, cache=cache, use_cache=True)
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=["fp32", "bf16"])
+def test_two_phase_and_eager_read_the_same(family, layout, dtype):
+    """The implementation is chosen like attention's: at load, or later, and is no part of the checkpoint."""
+    model = family.causal_lm(dtype=dtype, **layout)
+    assert model.config.attn_res_implementation == "two_phase"
+    inputs = []
+    for implementation in ("two_phase", "eager"):
+        model.config.attn_res_implementation = implementation
+        with torch.no_grad(), Recorder(model.model) as record:
+            model(tokens(length=20))
+        inputs.append(record.inputs)
+    # later sites also differ by what their sublayers made of the difference
+    assert relative_error(inputs[0][1], inputs[1][1]) <= TOLERANCE[dtype]
+    if dtype == torch.float32:
+        assert relative_error(inputs[0][12], inputs[1][12]) <= 1e-4
+
+
+def test_the_implementation_is_set_at_load_and_not_saved(tmp_path):
+    FAMILIES[0].causal_lm().save_pretrained(tmp_path)
+    load = FAMILIES[0].ours("ForCausalLM").from_pretrained
+    model = load(tmp_path, attn_res_implementation="eager")
+    assert model.config.attn_res_implementation == "eager"
+    model.save_pretrained(tmp_path)
+    assert "implementation" not in (tmp_path / "config.json").read_text()
+    assert load(tmp_path).config.attn_res_implementation == "two_phase"
+    with pytest.raises(ValueError, match="must be 'two_phase' or 'eager', got 'fast'"):
+        load(tmp_path, attn_res_implementation="fast")
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=["fp32", "bf16"])
+@pytest.mark.parametrize("size", [1e-6, 1e4])
+def test_extremes_stay_finite(family, mode, dtype, size):
+    model = family.causal_lm(dtype=dtype, **mode)
+    with torch.no_grad():
+        for name, parameter in model.model.attn_res.named_parameters():
+            if name.endswith("query"):
+                parameter.mul_(1e3 / parameter.norm(dim=-1, keepdim=True))
+        embeddings = model.get_input_embeddings()(tokens()) * size
+        for implementation in ("two_phase", "eager"):
+            model.config.attn_res_implementation = implementation
+            assert model(inputs_embeds=embeddings).logits.isfinite().all()
 
 
 def test_zero_queries_compute_what_the_base_computes(family, layout, base_checkpoint):
