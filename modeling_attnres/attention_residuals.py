@@ -23,6 +23,7 @@ from contextlib import nullcontext
 
 import torch
 from torch import nn
+from torch.utils._pytree import tree_map_only
 from transformers import initialization as init
 from transformers.core_model_loading import MergeModulelist, WeightConverter, WeightRenaming
 
@@ -92,12 +93,24 @@ def source_logits(x_BTD: torch.Tensor, queries_SD: torch.Tensor, floor: torch.Te
 
 def autocast_off(x: torch.Tensor):
     """A context without autocast; entering one costs more than asking whether it is on."""
-    if torch.is_autocast_enabled(x.device.type):
+    if torch.amp.is_autocast_available(x.device.type) and torch.is_autocast_enabled(x.device.type):
         return torch.autocast(x.device.type, enabled=False)
     return nullcontext()
 
 
-class EagerSources:
+class MovableSources:
+    """A model spread over devices continues where its newest block is."""
+
+    queries_SD: torch.Tensor
+
+    def move_to(self, device: torch.device) -> None:
+        """Move everything held to a device, if it is elsewhere."""
+        if self.queries_SD.device != device:
+            moved = tree_map_only(torch.Tensor, lambda tensor: tensor.to(device), vars(self))
+            vars(self).update(moved)
+
+
+class EagerSources(MovableSources):
     """The closed blocks of a pass, read one by one. A block's logits at every site are made once, when it closes.
 
     Args:
@@ -116,20 +129,13 @@ class EagerSources:
         self.logits_BTS.append(source_logits(x_BTD, self.queries_SD, self.floor))
         self.values_BTD.append(x_BTD.to(self.values_BTD[0].dtype) if self.values_BTD else x_BTD)
 
-    def move_to(self, device: torch.device) -> None:
-        """A model spread over devices continues where its newest block is."""
-        if self.queries_SD.device != device:
-            self.queries_SD, self.floor = self.queries_SD.to(device), self.floor.to(device)
-            self.values_BTD = [value.to(device) for value in self.values_BTD]
-            self.logits_BTS = [logits.to(device) for logits in self.logits_BTS]
-
     def at(self, site: int) -> tuple[torch.Tensor, ...]:
         """What `DepthRead` needs at a site: its query `[D]`, D · eps, its logits `[B, T, N]`, and the N blocks."""
         logits_BTN = torch.stack([logits_BTS[..., site] for logits_BTS in self.logits_BTS], dim=-1)
         return self.queries_SD[site], self.floor, logits_BTN, *self.values_BTD
 
 
-class TwoPhaseSources:
+class TwoPhaseSources(MovableSources):
     """The same for inference, in two phases (paper, Algorithm 1).
 
     Phase 1, at the start of a group of layers: one matrix product reads all closed blocks at all sites of the group.
@@ -160,6 +166,7 @@ class TwoPhaseSources:
 
     def close(self, x_BTD: torch.Tensor) -> None:
         """As `EagerSources.close`."""
+        self.move_to(x_BTD.device)
         logits_BTS = source_logits(x_BTD, self.queries_SD, self.floor)
         if self.closed == 0:
             batch, tokens, width = x_BTD.shape
@@ -174,15 +181,25 @@ class TwoPhaseSources:
     def phase_1(self, first_site: int) -> None:
         """Read all closed blocks at the sites from `first_site` to the end of its group."""
         end_site = next(end for end in self.group_ends if end > first_site)
-        site_bytes = self.values_BTND[:, :, 0].nbytes
+        site_bytes = self.values_BTND[:, :, 0].numel() * self.queries_SD.itemsize
         self.first_site = first_site
         self.end_site = min(end_site, first_site + max(2, self.phase_1_bytes // site_bytes // 2 * 2))
         logits_BTsN = self.logits_BTSN[:, :, first_site : self.end_site, : self.closed]
         log_sum_exp_BTs1 = logits_BTsN.logsumexp(-1, keepdim=True)
-        weights_BTsN = torch.exp(logits_BTsN - log_sum_exp_BTs1).to(self.values_BTND.dtype)
-        self.reads_BTD = torch.matmul(weights_BTsN, self.values_BTND[:, :, : self.closed]).unbind(2)
+        weights_BTsN = torch.exp(logits_BTsN - log_sum_exp_BTs1)
+        self.reads_BTD = self.mix(weights_BTsN, self.values_BTND[:, :, : self.closed]).unbind(2)
         self.log_sum_exps_BT1 = log_sum_exp_BTs1.unbind(2)
         self.recent_values_BTD, self.recent_logits_BTS = [], []
+
+    def mix(self, weights_BTsN: torch.Tensor, values_BTND: torch.Tensor) -> torch.Tensor:
+        """The weighted sums `[B, T, s, D]` in the statistics dtype; narrower values are upcast in tiles of tokens."""
+        with autocast_off(values_BTND):
+            if values_BTND.dtype == weights_BTsN.dtype:
+                return torch.matmul(weights_BTsN, values_BTND)
+            tokens = values_BTND.shape[1]
+            tile = max(1, tokens * self.phase_1_bytes // (2 * values_BTND.nbytes))
+            tiles = zip(weights_BTsN.split(tile, dim=1), values_BTND.split(tile, dim=1))
+            return torch.cat([torch.matmul(weights, values.to(weights.dtype)) for weights, values in tiles], dim=1)
 
     def at(self, site: int) -> tuple[torch.Tensor, ...]:
         """As `EagerSources.at`, the result of phase 1 in place of the blocks it has read."""
@@ -224,14 +241,13 @@ def interpolate(
 
     This is phase 2, once a site: for few tokens its cost is the number of operations, so there are few.
     """
-    dtype, statistics = value_BTD.dtype, query_D.dtype
-    if dtype != statistics or running_sum_BTD.dtype != statistics:
-        value_BTD, running_sum_BTD = value_BTD.to(statistics), running_sum_BTD.to(statistics)
+    dtype = query_D.dtype
+    if value_BTD.dtype != dtype or running_sum_BTD.dtype != dtype:
+        value_BTD, running_sum_BTD = value_BTD.to(dtype), running_sum_BTD.to(dtype)
     with autocast_off(running_sum_BTD):
         product_BT1 = torch.matmul(running_sum_BTD, query_D).unsqueeze(-1)
     share_BT1 = torch.sigmoid(torch.addcmul(logit_BT1, product_BT1, inverse_size(running_sum_BTD, floor), value=-1))
-    mixed_BTD = torch.lerp(running_sum_BTD, value_BTD, share_BT1)
-    return mixed_BTD if dtype == statistics else mixed_BTD.to(dtype)
+    return torch.lerp(running_sum_BTD, value_BTD, share_BT1)
 
 
 class DepthRead(nn.Module):
@@ -257,8 +273,8 @@ class DepthRead(nn.Module):
             with_weights: also return the depth weights.
 
         Returns:
-            The site's input `[B, T, D]` in the dtype of the sources, and its depth weights `[B, T, N (+ 1)]`, which sum
-            to 1, the running sum's last; or `None`.
+            The site's input `[B, T, D]`, not yet rounded to the dtype of the stream, and its depth weights
+            `[B, T, N (+ 1)]`, which sum to 1, the running sum's last; or `None`.
         """
         if len(values_BTD) == 1 and not with_weights:
             (value_BTD,) = values_BTD
@@ -266,7 +282,6 @@ class DepthRead(nn.Module):
                 return value_BTD, None
             return interpolate(running_sum_BTD, query_D, floor, logits_BTN, value_BTD), None
 
-        dtype = values_BTD[0].dtype
         if running_sum_BTD is not None:
             logit_BT1 = source_logits(running_sum_BTD, query_D[None], floor)
             logits_BTN = torch.cat((logits_BTN, logit_BT1), dim=-1)
@@ -278,7 +293,7 @@ class DepthRead(nn.Module):
         mixed_BTD = first_BTD * weights_BTN[..., :1]
         for index, value_BTD in enumerate(rest, start=1):
             mixed_BTD.addcmul_(value_BTD, weights_BTN[..., index : index + 1])
-        return mixed_BTD.to(dtype), weights_BTN if with_weights else None
+        return mixed_BTD, weights_BTN if with_weights else None
 
 
 def depth_read(

@@ -90,6 +90,7 @@ class AttnResDecoderLayer:
         self,
         hidden_states: torch.Tensor,
         *site_inputs: torch.Tensor,
+        stream_dtype: torch.dtype,
         output_depth_attentions: bool = False,
         **kwargs,
     ) -> tuple[torch.Tensor, ...]:
@@ -100,6 +101,7 @@ class AttnResDecoderLayer:
                 that starts a block finds it among the closed blocks and does not read it here.
             site_inputs: what the attention's read takes beside the running sum, then what the MLP's takes, as many:
                 tensors, one by one, for checkpointing to find.
+            stream_dtype: what the sublayers are given, the dtype of the embedding.
             output_depth_attentions: whether the reads make their depth weights, for a hook to record.
             kwargs: what the base family's attention takes (mask, cache, position embeddings, …).
 
@@ -110,11 +112,11 @@ class AttnResDecoderLayer:
 
         running_sum = None if self.starts_block else hidden_states
         inputs, _ = self.attention_read(running_sum, *site_inputs[:half], with_weights=with_weights)
-        attention_output = self.attend(self.input_layernorm(inputs), **kwargs)
+        attention_output = self.attend(self.input_layernorm(inputs.to(stream_dtype)), **kwargs)
 
         running_sum = add_output(running_sum, attention_output)
         inputs, _ = self.mlp_read(running_sum, *site_inputs[half:], with_weights=with_weights)
-        mlp_output = self.mlp(self.post_attention_layernorm(inputs))
+        mlp_output = self.mlp(self.post_attention_layernorm(inputs.to(stream_dtype)))
 
         if self.is_full:
             return mlp_output, attention_output
@@ -241,6 +243,7 @@ class AttnResModel(AttnResPreTrainedModel):
         self, hidden_states: torch.Tensor, masks: list, output_depth_attentions: bool = False, **kwargs
     ) -> torch.Tensor:
         """The loop over layers: from the embedding to what the output site reads, both `[B, T, D]`."""
+        stream_dtype = hidden_states.dtype
         sources = self.new_sources(self.attn_res(hidden_states), output_depth_attentions)
         for index, (layer, mask) in enumerate(zip(self.layers, masks)):
             if layer.starts_block:
@@ -249,6 +252,7 @@ class AttnResModel(AttnResPreTrainedModel):
                 hidden_states,
                 *sources.at(2 * index),
                 *sources.at(2 * index + 1),
+                stream_dtype=stream_dtype,
                 output_depth_attentions=output_depth_attentions,
                 attention_mask=mask,
                 **kwargs,
@@ -256,8 +260,10 @@ class AttnResModel(AttnResPreTrainedModel):
             for output in outputs_to_close:
                 sources.close(output)
 
+        sources.move_to(hidden_states.device)
         output_inputs = sources.at(2 * len(self.layers))
-        return self.output_read(hidden_states, *output_inputs, with_weights=bool(output_depth_attentions))[0]
+        inputs, _ = self.output_read(hidden_states, *output_inputs, with_weights=bool(output_depth_attentions))
+        return inputs.to(stream_dtype)
 
     def new_sources(self, queries_SD: torch.Tensor, output_depth_attentions: bool) -> EagerSources | TwoPhaseSources:
         """How this pass holds and reads its sources. Gradients and depth weights need them one by one."""

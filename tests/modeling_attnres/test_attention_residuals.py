@@ -35,7 +35,8 @@ def fast_read(blocks, running, query):
     sources = EagerSources(query[None], EPS)
     for block in blocks:
         sources.close(block)
-    return DepthRead()(running, *sources.at(0), with_weights=True)
+    read, weights = DepthRead()(running, *sources.at(0), with_weights=True)
+    return read.to(blocks[0].dtype), weights
 
 
 def plain_read(blocks, running, query):
@@ -181,8 +182,8 @@ def test_two_phases_equal_reads_one_by_one(dtype, group, sublayers_kept_apart, a
             two_phase.close(values[layer])
         for site in (2 * layer, 2 * layer + 1):
             sum_here = None if site == 2 * layer and layer in closing else running
-            found, _ = read(sum_here, *two_phase.at(site))
-            expected, _ = read(sum_here, *eager.at(site), with_weights=True)
+            found = read(sum_here, *two_phase.at(site))[0].to(dtype)
+            expected = read(sum_here, *eager.at(site), with_weights=True)[0].to(dtype)
             assert found.isfinite().all()
             roundings = max(1.0, case["query_norm"]) * (1e-14 if dtype == torch.float64 else 2e-6)
             assert relative_error(found, expected) <= 2 * TOLERANCE[dtype] + roundings, f"site {site}"
@@ -229,3 +230,16 @@ def test_statistics_stay_in_fp32_under_autocast():
     with torch.autocast("cpu", dtype=torch.bfloat16):
         found, _ = fast_read(blocks, running, query)
     assert relative_error(found, expected) <= 2e-6
+
+
+@pytest.mark.parametrize("kind", ["eager", "two_phase"])
+def test_sources_follow_the_newest_block_to_its_device(kind):
+    """As in a model spread over devices; the meta device stands for another one."""
+    queries = torch.randn(5, 8)
+    sources = EagerSources(queries, EPS) if kind == "eager" else TwoPhaseSources(queries, EPS, (0, 1), 2)
+    sources.close(torch.randn(1, 3, 8))
+    sources.at(0)
+    sources.close(torch.randn(1, 3, 8, device="meta"))
+    assert {tensor.device.type for tensor in sources.at(2)} == {"meta"}
+    sources.move_to(torch.device("meta"))
+    assert {tensor.device.type for tensor in sources.at(4)} == {"meta"}
