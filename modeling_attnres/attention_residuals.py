@@ -15,7 +15,7 @@ Notable here:
     - `depth_read` is the same read written as in the paper; tests hold the two together.
     - No model family is known in this file.
 
-Shapes: B batch, T tokens, D hidden size, L decoder layers, S = 2L + 1 sites, N closed blocks.
+Shapes: B batch, T tokens, D hidden size, L decoder layers, S = 2L + 1 sites (s: those of a group), N closed blocks.
 Sites: 2l is the attention of decoder layer l, 2l + 1 its MLP, 2L the output (before the final norm).
 """
 
