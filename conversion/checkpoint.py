@@ -6,11 +6,10 @@ is checked by letting transformers load tensors without storage, by its own nami
 
 import contextlib
 import copy
-import dataclasses
 import json
 import re
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -23,7 +22,6 @@ from safetensors import SafetensorError, safe_open
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
-from modeling_attnres.configuration_attnres import AttnResFields
 from modeling_attnres.modeling_attnres import FAMILIES
 
 
@@ -34,7 +32,6 @@ OTHER_WEIGHTS = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.gguf", "*.h5", "*.msgpac
 DEPTH_TENSOR = re.compile(
     r"(^|\.)(layers\.(?P<layer>\d+)\.(self_attention_res|(?P<mlp>mlp_res))|output_attn_res)_(proj|norm)\.weight$"
 )
-FIELDS = [field.name for field in dataclasses.fields(AttnResFields)]
 
 BASE_FAMILIES = {config_class.base_model_type(): config_class for config_class in FAMILIES}
 ATTNRES_FAMILIES = {config_class.model_type: config_class for config_class in FAMILIES}
@@ -51,7 +48,7 @@ NOT_PORTABLE = {
 
 # How a quantised checkpoint differs from a plain one: tensors that come with a weight. Others are not known to work.
 QUANTISATION_TENSORS = {
-    "fp8": re.compile(r"\.weight_scale_inv$|_scale_inv$|\.activation_scale$"),
+    "fp8": re.compile(r"_scale_inv$|\.activation_scale$"),
     "bitsandbytes": re.compile(
         r"\.weight\.(absmax|quant_map|nested_absmax|nested_quant_map|quant_state\.\w+)$|\.(SCB|weight_format)$"
     ),
@@ -130,6 +127,13 @@ class Checkpoint:
                     view = shard.get_slice(tensor)
                     described[tensor] = (tuple(view.get_shape()), view.get_dtype())
         return described
+
+    @contextlib.contextmanager
+    def open_tensors(self) -> Iterator[Callable[[str], torch.Tensor]]:
+        """A function from a tensor's name to the tensor, read when asked for. Every shard is opened once."""
+        with contextlib.ExitStack() as stack:
+            shards = {name: stack.enter_context(open_shard(self.folder / name)) for name in self.shards}
+            yield lambda name: shards[self.weight_map[name]].get_tensor(name)
 
     @property
     def is_attnres(self) -> bool:
@@ -275,12 +279,10 @@ def read_json(path: Path, unique_keys: bool = False) -> dict:
     return content
 
 
-@contextlib.contextmanager
 def open_shard(path: Path):
-    """Open a safetensors file; its header is checked against the file's size and for overlaps."""
+    """Open a safetensors file, as a context; its header is checked against the file's size and for overlaps."""
     try:
-        with safe_open(path, framework="pt") as shard:
-            yield shard
+        return safe_open(path, framework="pt")
     except SafetensorError as error:
         raise CheckpointError(f"{path} is not a whole safetensors file: {error}.") from error
 

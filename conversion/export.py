@@ -1,14 +1,14 @@
 """Back to the base family, where that changes nothing: all queries zero."""
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 
 import torch
 
+from modeling_attnres.configuration_attnres import AttnResFields, base_class
 from modeling_attnres.modeling_attnres import FAMILIES
 
-from .checkpoint import ATTNRES_FAMILIES, CONFIG_NAME, FIELDS, Checkpoint, CheckpointError, open_shard, open_source
+from .checkpoint import ATTNRES_FAMILIES, CONFIG_NAME, Checkpoint, CheckpointError, open_source
 from .files import check_target, complete_or_absent, take_over
 from .writing import code_files, copy_other_files, save_shard, shard_name, write_index
 
@@ -43,9 +43,9 @@ def export(source: str, target: Path) -> ExportReport:
         with complete_or_absent(target) as folder:
             write_base_shards(checkpoint, folder)
             copy_other_files(checkpoint, folder, without=tuple(path.name for path in code_files()))
-            base_class = next(c for c in type(config).__mro__ if c.__module__.startswith("transformers.models."))
-            dropped = {*FIELDS, "auto_map", "architectures", "model_type"}
-            base = base_class(**{key: value for key, value in config.to_dict().items() if key not in dropped})
+            dropped = {*(field.name for field in fields(AttnResFields)), "auto_map", "architectures", "model_type"}
+            kept = {key: value for key, value in config.to_dict().items() if key not in dropped}
+            base = base_class(type(config))(**kept)
             name = FAMILIES[type(config)][checkpoint.has_head].__name__
             base.architectures = [name.removeprefix("AttnRes")]
             base.to_json_file(folder / CONFIG_NAME)
@@ -75,12 +75,13 @@ def check_exportable(checkpoint: Checkpoint) -> None:
 
 def query_norms(checkpoint: Checkpoint) -> dict[str, float]:
     """The norm of every query that is read, by tensor name. That of the first sublayer has no effect."""
-    norms = {}
-    for name in checkpoint.depth_names:
-        if name.endswith("_proj.weight") and not name.endswith("layers.0.self_attention_res_proj.weight"):
-            with open_shard(checkpoint.folder / checkpoint.weight_map[name]) as shard:
-                norms[name] = torch.linalg.vector_norm(shard.get_tensor(name).double()).item()
-    return norms
+    queries = [name for name in checkpoint.depth_names if name.endswith("_proj.weight")]
+    with checkpoint.open_tensors() as read:
+        return {
+            name: torch.linalg.vector_norm(read(name).double()).item()
+            for name in queries
+            if not name.endswith("layers.0.self_attention_res_proj.weight")
+        }
 
 
 def write_base_shards(checkpoint: Checkpoint, folder: Path) -> None:
@@ -95,12 +96,7 @@ def write_base_shards(checkpoint: Checkpoint, folder: Path) -> None:
     whole = {checkpoint.folder / old: folder / new for old, new in names.items() if old not in mixed}
     if whole:
         take_over(whole)
-    for old in mixed & kept.keys():
-        save_shard(dict(_read(checkpoint.folder / old, kept[old])), folder / names[old])
+    with checkpoint.open_tensors() as read:
+        for old in mixed & kept.keys():
+            save_shard({tensor: read(tensor) for tensor in kept[old]}, folder / names[old])
     write_index(folder, {tensor: names[old] for old, tensors in kept.items() for tensor in tensors})
-
-
-def _read(path: Path, names: list[str]) -> Iterator[tuple[str, torch.Tensor]]:
-    with open_shard(path) as shard:
-        for name in names:
-            yield name, shard.get_tensor(name)

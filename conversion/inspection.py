@@ -9,13 +9,14 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig
 from .checkpoint import (
     ATTNRES_FAMILIES,
     BASE_FAMILIES,
+    DEPTH_TENSOR,
     Checkpoint,
     CheckpointError,
     open_source,
     quiet_transformers,
 )
 from .export import query_norms
-from .port import describe_blocks
+from .port import block_layers, describe_blocks
 from .text import read_text
 from .verify import tokenize
 
@@ -47,11 +48,10 @@ class Inspection:
         if self.query_norms:
             trained = [norm for norm in self.query_norms.values() if norm > 0]
             lines.append(f"queries    {len(trained)} of {len(self.query_norms)} away from zero")
-            names = {name: _site(name) for name in self.query_norms}
-            entropy = dict(zip(self.query_norms, (self.entropies or [])[1:], strict=False))
             lines.append(f"\n{'site':<22}{'query norm':>12}" + (f"{'entropy':>10}" if self.entropies else ""))
-            for name, norm in self.query_norms.items():
-                lines.append(f"{names[name]:<22}{norm:>12.4g}" + (f"{entropy[name]:>10.3f}" if self.entropies else ""))
+            for index, (name, norm) in enumerate(self.query_norms.items(), start=1):
+                entropy = f"{self.entropies[index]:>10.3f}" if self.entropies else ""
+                lines.append(f"{_site(name):<22}{norm:>12.4g}{entropy}")
         if self.entropies:
             mean = sum(self.entropies[1:]) / len(self.entropies[1:])
             lines.append(f"\nmean entropy of the depth weights: {mean:.3f} (1: all sources alike, 0: a single one)")
@@ -59,10 +59,8 @@ class Inspection:
 
 
 def _site(name: str) -> str:
-    parts = name.removeprefix("model.").split(".")
-    if parts[0] != "layers":
-        return "output"
-    return f"layer {parts[1]} {'MLP' if parts[2].startswith('mlp') else 'attention'}"
+    match = DEPTH_TENSOR.search(name)
+    return "output" if match["layer"] is None else f"layer {match['layer']} {'MLP' if match['mlp'] else 'attention'}"
 
 
 def draw_blocks(config: PreTrainedConfig) -> str:
@@ -72,9 +70,7 @@ def draw_blocks(config: PreTrainedConfig) -> str:
         return "E " + " ".join(map(str, layers)) + " → output"
     if config.attn_res_mode == "full":
         return "[E] " + " ".join(f"[{layer}a] [{layer}m]" for layer in layers) + " → output (a: attention, m: MLP)"
-    starts = config.attn_res_block_starts
-    blocks = [range(a, b) for a, b in zip(starts, (*starts[1:], config.num_hidden_layers))]
-    return "[E] " + " ".join("[" + " ".join(map(str, block)) + "]" for block in blocks) + " → output"
+    return "[E] " + " ".join("[" + " ".join(map(str, block)) + "]" for block in block_layers(config)) + " → output"
 
 
 def inspect(source: str, text: Path | None = None, with_entropy: bool = False) -> Inspection:

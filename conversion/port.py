@@ -5,6 +5,7 @@ queries, unit norms); the config gains the Attention Residuals fields, with `att
 """
 
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 
 import torch
@@ -14,7 +15,7 @@ from modeling_attnres.modeling_attnres import FAMILIES
 
 from .checkpoint import CONFIG_NAME, Checkpoint, CheckpointError, open_source
 from .files import check_target, complete_or_absent
-from .verify import Verification, verify_folders
+from .verify import Verification, verify_checkpoints
 from .writing import add_shard, copy_checkpoint, copy_code
 
 
@@ -76,16 +77,20 @@ class PortReport:
         )
 
 
+def block_layers(config: PreTrainedConfig) -> list[range]:
+    """The decoder layers of each block."""
+    return [range(*ends) for ends in pairwise((*config.attn_res_block_starts, config.num_hidden_layers))]
+
+
 def describe_blocks(config: PreTrainedConfig) -> str:
     """The blocks as ranges of decoder layers."""
     if config.attn_res_mode == "none":
         return "none: standard residuals"
     if config.attn_res_mode == "full":
         return f"{2 * config.num_hidden_layers} sublayers, each a source of its own"
-    starts = config.attn_res_block_starts
-    ends = (*starts[1:], config.num_hidden_layers)
-    layers = ", ".join(f"{a}-{b - 1}" if b - a > 1 else f"{a}" for a, b in zip(starts, ends))
-    return f"{len(starts)} (decoder layers {layers})"
+    blocks = block_layers(config)
+    layers = ", ".join(f"{block[0]}-{block[-1]}" if len(block) > 1 else f"{block[0]}" for block in blocks)
+    return f"{len(blocks)} (decoder layers {layers})"
 
 
 def try_command(target: Path) -> str:
@@ -123,8 +128,8 @@ def port(
         checkpoint.check_fit(config)
         with complete_or_absent(target) as folder:
             copy_checkpoint(checkpoint, folder, link)
-            added = add_depth_attention(folder, config)
-            verification = verify_folders(checkpoint.folder, folder) if verify else None
+            added = add_depth_attention(Checkpoint(folder), config)
+            verification = verify_checkpoints(checkpoint, Checkpoint(folder)) if verify else None
             if verification and not verification.passed:
                 raise CheckpointError(f"the port of {source} does not compute what it computes:\n{verification}")
     return PortReport(target, config, added, verification)
@@ -145,13 +150,13 @@ def attnres_config(checkpoint: Checkpoint, blocks: Blocks) -> PreTrainedConfig:
     return config
 
 
-def add_depth_attention(folder: Path, config: PreTrainedConfig) -> int:
-    """Make the base checkpoint in `folder` one with depth attention; returns the number of parameters added."""
-    prefix = "model." if Checkpoint(folder).has_head else ""
+def add_depth_attention(checkpoint: Checkpoint, config: PreTrainedConfig) -> int:
+    """Make a base checkpoint, in its folder, one with depth attention; returns the number of parameters added."""
+    prefix = "model." if checkpoint.has_head else ""
     depth = depth_tensors(config.num_hidden_layers, config.hidden_size, prefix)
-    add_shard(folder, depth)
-    config.to_json_file(folder / CONFIG_NAME)
-    copy_code(folder)
+    add_shard(checkpoint, depth)
+    config.to_json_file(checkpoint.folder / CONFIG_NAME)
+    copy_code(checkpoint.folder)
     return sum(tensor.numel() for tensor in depth.values())
 
 

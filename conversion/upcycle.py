@@ -13,7 +13,7 @@ import torch
 from tqdm import tqdm
 from transformers import MixtralConfig
 
-from .checkpoint import CONFIG_NAME, Checkpoint, CheckpointError, open_shard, open_source
+from .checkpoint import CONFIG_NAME, Checkpoint, CheckpointError, open_source
 from .files import check_target, complete_or_absent
 from .port import Blocks, PortReport, add_depth_attention, attnres_config
 from .verify import relative_difference
@@ -88,8 +88,8 @@ def upcycle(
             upcycled = Checkpoint(folder)
             attnres = attnres_config(upcycled, blocks)
             upcycled.check_fit(attnres)
-            added = add_depth_attention(folder, attnres)
-            change = relative_difference(checkpoint.folder, folder)
+            added = add_depth_attention(upcycled, attnres)
+            change = relative_difference(checkpoint, Checkpoint(folder))
     return UpcycleReport(PortReport(target, attnres, added), experts, top_k, expert_noise, change)
 
 
@@ -115,23 +115,19 @@ def mixtral_tensors(
     checkpoint: Checkpoint, config: MixtralConfig, expert_noise: float, generator: torch.Generator
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """The tensors in Mixtral's published layout, one by one."""
-    with tqdm(total=len(checkpoint.weight_map), desc="upcycling", unit="tensor") as bar:
-        for shard_name in checkpoint.shards:
-            with open_shard(checkpoint.folder / shard_name) as shard:
-                for name in shard.keys():
-                    tensor = shard.get_tensor(name)
-                    match = MLP_TENSOR.match(name)
-                    if match is None:
-                        yield name, tensor
-                    else:
-                        moe = f"{match['layer']}block_sparse_moe."
-                        for expert in range(config.num_local_experts):
-                            noisy = with_noise(tensor, expert_noise, generator)
-                            yield f"{moe}experts.{expert}.{PUBLISHED_NAME[match['part']]}.weight", noisy
-                        if match["part"] == "gate_proj":
-                            router = torch.randn(config.num_local_experts, config.hidden_size, generator=generator)
-                            yield f"{moe}gate.weight", (router * config.initializer_range).to(tensor.dtype)
-                    bar.update()
+    with checkpoint.open_tensors() as read:
+        for name in tqdm(checkpoint.weight_map, desc="upcycling", unit="tensor"):
+            tensor, match = read(name), MLP_TENSOR.match(name)
+            if match is None:
+                yield name, tensor
+                continue
+            moe = f"{match['layer']}block_sparse_moe."
+            for expert in range(config.num_local_experts):
+                noisy = with_noise(tensor, expert_noise, generator)
+                yield f"{moe}experts.{expert}.{PUBLISHED_NAME[match['part']]}.weight", noisy
+            if match["part"] == "gate_proj":
+                router = torch.randn(config.num_local_experts, config.hidden_size, generator=generator)
+                yield f"{moe}gate.weight", (router * config.initializer_range).to(tensor.dtype)
 
 
 def with_noise(tensor: torch.Tensor, scale: float, generator: torch.Generator) -> torch.Tensor:

@@ -11,7 +11,7 @@ from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer
 
 import modeling_attnres  # noqa: F401, registers the families with the Auto classes
 
-from .checkpoint import Checkpoint, CheckpointError, open_shard, open_source, quiet_transformers
+from .checkpoint import Checkpoint, CheckpointError, open_source, quiet_transformers
 from .text import read_text
 
 
@@ -62,14 +62,13 @@ def verify(source: str, target: str, text: Path | None = None) -> Verification:
         CheckpointError: one of them cannot be read, or the target is no Attention Residuals checkpoint.
     """
     with open_source(source) as one, open_source(target) as other:
-        return verify_folders(one.folder, other.folder, text)
+        return verify_checkpoints(one, other, text)
 
 
-def verify_folders(source: Path, target: Path, text: Path | None = None) -> Verification:
-    """As `verify`, for two folders. One tensor of each, then one model at a time, is in memory."""
-    one, other = Checkpoint(source), Checkpoint(target)
+def verify_checkpoints(one: Checkpoint, other: Checkpoint, text: Path | None = None) -> Verification:
+    """As `verify`, for two open checkpoints. One tensor of each, then one model at a time, is in memory."""
     if not other.is_attnres:
-        raise CheckpointError(f"{target}: {other.config['model_type']!r} is no Attention Residuals family.")
+        raise CheckpointError(f"{other.folder}: {other.config['model_type']!r} is no Attention Residuals family.")
     differing = tuple(_differing_tensors(one, other))
     layers = other.config["num_hidden_layers"]
 
@@ -88,9 +87,9 @@ def verify_folders(source: Path, target: Path, text: Path | None = None) -> Veri
     )
 
 
-def relative_difference(source: Path, target: Path) -> float:
+def relative_difference(one: Checkpoint, other: Checkpoint) -> float:
     """The relative difference of two checkpoints' logits on the built-in sample."""
-    _, expected, found = _compare(Checkpoint(source), Checkpoint(target), read_text(None)[0])
+    _, expected, found = _compare(one, other, read_text(None)[0])
     return _relative_error(found, expected)
 
 
@@ -106,17 +105,10 @@ def _relative_error(found: torch.Tensor, expected: torch.Tensor) -> float:
 
 def _differing_tensors(one: Checkpoint, other: Checkpoint):
     """Names of the source's tensors that the target lacks or holds with other bytes."""
-    with tqdm(total=len(one.weight_map), desc="comparing tensors", unit="tensor") as bar:
-        for shard_name in one.shards:
-            with open_shard(one.folder / shard_name) as shard:
-                for name in shard.keys():
-                    if name not in other.weight_map:
-                        yield name
-                    else:
-                        with open_shard(other.folder / other.weight_map[name]) as other_shard:
-                            if not _same_bytes(shard.get_tensor(name), other_shard.get_tensor(name)):
-                                yield name
-                    bar.update()
+    with one.open_tensors() as read_one, other.open_tensors() as read_other:
+        for name in tqdm(one.weight_map, desc="comparing tensors", unit="tensor"):
+            if name not in other.weight_map or not _same_bytes(read_one(name), read_other(name)):
+                yield name
 
 
 def _same_bytes(one: torch.Tensor, other: torch.Tensor) -> bool:

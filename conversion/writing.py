@@ -34,14 +34,13 @@ def copy_checkpoint(checkpoint: Checkpoint, folder: Path, link: bool = False) ->
     shutil.copyfile(checkpoint.folder / CONFIG_NAME, folder / CONFIG_NAME)
 
 
-def add_shard(folder: Path, tensors: dict[str, torch.Tensor]) -> None:
-    """Add a shard to a checkpoint whose shards are numbered from 1 of their count."""
-    checkpoint = Checkpoint(folder)
-    count = len(checkpoint.shards) + 1
-    weight_map = {}
-    for index, old in enumerate(checkpoint.shards, start=1):
-        os.rename(folder / old, folder / shard_name(index, count))
-        weight_map |= {tensor: shard_name(index, count) for tensor, in_ in checkpoint.weight_map.items() if in_ == old}
+def add_shard(checkpoint: Checkpoint, tensors: dict[str, torch.Tensor]) -> None:
+    """Add a shard, in its folder, to a checkpoint whose shards are numbered from 1 of their count."""
+    folder, count = checkpoint.folder, len(checkpoint.shards) + 1
+    names = {old: shard_name(index, count) for index, old in enumerate(checkpoint.shards, start=1)}
+    for old, new in names.items():
+        os.rename(folder / old, folder / new)
+    weight_map = {tensor: names[old] for tensor, old in checkpoint.weight_map.items()}
     save_shard(tensors, folder / shard_name(count, count))
     write_index(folder, weight_map | dict.fromkeys(tensors, shard_name(count, count)))
 
@@ -62,6 +61,7 @@ def write_shards(folder: Path, tensors: Iterator[tuple[str, torch.Tensor]]) -> N
     """Write a stream of tensors as numbered shards with an index; about one shard is held in memory."""
     shards: list[list[str]] = []
     pending: dict[str, torch.Tensor] = {}
+    pending_bytes = 0
 
     def flush():
         if pending:
@@ -71,8 +71,10 @@ def write_shards(folder: Path, tensors: Iterator[tuple[str, torch.Tensor]]) -> N
 
     for name, tensor in tensors:
         pending[name] = tensor
-        if sum(tensor.nbytes for tensor in pending.values()) >= SHARD_BYTES:
+        pending_bytes += tensor.nbytes
+        if pending_bytes >= SHARD_BYTES:
             flush()
+            pending_bytes = 0
     flush()
     weight_map = {}
     for index, names in enumerate(shards):

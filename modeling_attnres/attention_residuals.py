@@ -98,20 +98,8 @@ def autocast_off(x: torch.Tensor):
     return nullcontext()
 
 
-class MovableSources:
-    """A model spread over devices continues where its newest block is."""
-
-    queries_SD: torch.Tensor
-
-    def move_to(self, device: torch.device) -> None:
-        """Move everything held to a device, if it is elsewhere."""
-        if self.queries_SD.device != device:
-            moved = tree_map_only(torch.Tensor, lambda tensor: tensor.to(device), vars(self))
-            vars(self).update(moved)
-
-
-class EagerSources(MovableSources):
-    """The closed blocks of a pass, read one by one. A block's logits at every site are made once, when it closes.
+class Sources:
+    """What the two ways of holding the closed blocks share.
 
     Args:
         queries_SD: the effective queries of all sites.
@@ -120,6 +108,19 @@ class EagerSources(MovableSources):
 
     def __init__(self, queries_SD: torch.Tensor, eps: float):
         self.queries_SD, self.floor = queries_SD, queries_SD.new_tensor(queries_SD.shape[-1] * eps)
+
+    def move_to(self, device: torch.device) -> None:
+        """Move everything held: a model spread over devices continues where its newest block is."""
+        if self.queries_SD.device != device:
+            moved = tree_map_only(torch.Tensor, lambda tensor: tensor.to(device), vars(self))
+            vars(self).update(moved)
+
+
+class EagerSources(Sources):
+    """The closed blocks of a pass, read one by one. A block's logits at every site are made once, when it closes."""
+
+    def __init__(self, queries_SD: torch.Tensor, eps: float):
+        super().__init__(queries_SD, eps)
         self.values_BTD: list[torch.Tensor] = []
         self.logits_BTS: list[torch.Tensor] = []
 
@@ -135,7 +136,7 @@ class EagerSources(MovableSources):
         return self.queries_SD[site], self.floor, logits_BTN, *self.values_BTD
 
 
-class TwoPhaseSources(MovableSources):
+class TwoPhaseSources(Sources):
     """The same for inference, in two phases (paper, Algorithm 1).
 
     Phase 1, at the start of a group of layers: one matrix product reads all closed blocks at all sites of the group.
@@ -146,8 +147,6 @@ class TwoPhaseSources(MovableSources):
     Blocks are held once, in a buffer of this pass. Nothing here is differentiable.
 
     Args:
-        queries_SD: the effective queries of all sites.
-        eps: the key norm's epsilon.
         groups: the first layer of each group.
         num_blocks: how many sources will be closed in this pass.
     """
@@ -155,14 +154,13 @@ class TwoPhaseSources(MovableSources):
     phase_1_bytes = 2**28  # at most, for results held at a time; beyond it, fewer sites than a group's at once
 
     def __init__(self, queries_SD: torch.Tensor, eps: float, groups: tuple[int, ...], num_blocks: int):
-        self.queries_SD, self.floor = queries_SD, queries_SD.new_tensor(queries_SD.shape[-1] * eps)
+        super().__init__(queries_SD, eps)
         self.queries_D = queries_SD.unbind()
         self.group_ends = [2 * layer for layer in groups[1:]] + [queries_SD.shape[0]]
         self.num_blocks, self.closed = num_blocks, 0
         self.first_site = self.end_site = 0  # the sites phase 1 was made for
         self.reads_BTD = self.log_sum_exps_BT1 = ()  # its results, one a site
-        self.recent_values_BTD: list[torch.Tensor] = []  # closed since phase 1
-        self.recent_logits_BTS: list[torch.Tensor] = []
+        self.read = 0  # how many blocks it has read
 
     def close(self, x_BTD: torch.Tensor) -> None:
         """As `EagerSources.close`."""
@@ -175,8 +173,6 @@ class TwoPhaseSources(MovableSources):
         self.values_BTND[:, :, self.closed] = x_BTD
         self.logits_BTSN[..., self.closed] = logits_BTS
         self.closed += 1
-        self.recent_values_BTD.append(x_BTD.to(self.values_BTND.dtype))
-        self.recent_logits_BTS.append(logits_BTS)
 
     def phase_1(self, first_site: int) -> None:
         """Read all closed blocks at the sites from `first_site` to the end of its group."""
@@ -189,7 +185,7 @@ class TwoPhaseSources(MovableSources):
         weights_BTsN = torch.exp(logits_BTsN - log_sum_exp_BTs1)
         self.reads_BTD = self.mix(weights_BTsN, self.values_BTND[:, :, : self.closed]).unbind(2)
         self.log_sum_exps_BT1 = log_sum_exp_BTs1.unbind(2)
-        self.recent_values_BTD, self.recent_logits_BTS = [], []
+        self.read = self.closed
 
     def mix(self, weights_BTsN: torch.Tensor, values_BTND: torch.Tensor) -> torch.Tensor:
         """The weighted sums `[B, T, s, D]` in the statistics dtype; narrower values are upcast in tiles of tokens."""
@@ -206,16 +202,11 @@ class TwoPhaseSources(MovableSources):
         if site >= self.end_site:
             self.phase_1(site)
         logits_BTN = self.log_sum_exps_BT1[site - self.first_site]
-        if self.recent_logits_BTS:
-            recent = [logits_BTS[..., site : site + 1] for logits_BTS in self.recent_logits_BTS]
-            logits_BTN = torch.cat((logits_BTN, *recent), dim=-1)
-        return (
-            self.queries_D[site],
-            self.floor,
-            logits_BTN,
-            self.reads_BTD[site - self.first_site],
-            *self.recent_values_BTD,
-        )
+        values_BTD = (self.reads_BTD[site - self.first_site],)
+        if self.closed > self.read:
+            logits_BTN = torch.cat((logits_BTN, self.logits_BTSN[:, :, site, self.read : self.closed]), dim=-1)
+            values_BTD += self.values_BTND[:, :, self.read : self.closed].unbind(2)
+        return self.queries_D[site], self.floor, logits_BTN, *values_BTD
 
 
 def add_output(running_sum_BTD: torch.Tensor | None, output_BTD: torch.Tensor) -> torch.Tensor:
@@ -225,8 +216,9 @@ def add_output(running_sum_BTD: torch.Tensor | None, output_BTD: torch.Tensor) -
     """
     if running_sum_BTD is None:
         return output_BTD
-    if running_sum_BTD.dtype in (torch.bfloat16, torch.float16):
-        running_sum_BTD = running_sum_BTD.float()
+    dtype = statistics_dtype(running_sum_BTD.dtype)
+    if running_sum_BTD.dtype != dtype:
+        running_sum_BTD = running_sum_BTD.to(dtype)
     return running_sum_BTD + output_BTD
 
 

@@ -25,6 +25,11 @@ if not Version(TESTED_TRANSFORMERS[0]) <= Version(transformers.__version__) < Ve
     )
 
 
+def base_class(cls: type) -> type:
+    """The class of the base family, in transformers, that a class of ours extends."""
+    return next(base for base in cls.__mro__ if base.__module__.startswith("transformers.models."))
+
+
 @dataclass(repr=False, eq=False, kw_only=True)
 class AttnResFields:
     """What a config with Attention Residuals says beyond its base family.

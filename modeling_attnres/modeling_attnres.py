@@ -72,6 +72,7 @@ from .configuration_attnres import (
     AttnResLlamaConfig,
     AttnResMixtralConfig,
     AttnResQwen3MoeConfig,
+    base_class,
 )
 
 
@@ -108,7 +109,7 @@ class AttnResDecoderLayer:
         Returns:
             The new running sum; in Full mode the MLP's output, and the attention's output as a source to close.
         """
-        half, with_weights = len(site_inputs) // 2, bool(output_depth_attentions)
+        half, with_weights = len(site_inputs) // 2, output_depth_attentions
 
         running_sum = None if self.starts_block else hidden_states
         inputs, _ = self.attention_read(running_sum, *site_inputs[:half], with_weights=with_weights)
@@ -144,8 +145,11 @@ class AttnResPreTrainedModel:
     @classmethod
     def _can_set_experts_implementation(cls) -> bool:
         """As the base family can: transformers tells from the source code of the module that defines the class."""
-        base_class = next(base for base in cls.__mro__ if base.__module__.startswith("transformers.models."))
-        return base_class._can_set_experts_implementation()
+        return base_class(cls)._can_set_experts_implementation()
+
+    def wants_depth_attentions(self, asked: bool | None) -> bool:
+        """What the call asked for, or else the config."""
+        return bool(getattr(self.config, "output_depth_attentions", False) if asked is None else asked)
 
     def save_pretrained(self, save_directory, **kwargs) -> None:
         """Save as the base does; the config names the remote code of every Auto class, whichever class is saved."""
@@ -225,8 +229,7 @@ class AttnResModel(AttnResPreTrainedModel):
             cache=cache,
             position_ids=position_ids,
         )
-        if output_depth_attentions is None:
-            output_depth_attentions = getattr(self.config, "output_depth_attentions", False)
+        output_depth_attentions = self.wants_depth_attentions(output_depth_attentions)
         kwargs.update(position_ids=position_ids, cache=cache, use_cache=use_cache)
         if self.rotary_class is not None:
             kwargs["position_embeddings"] = self.rotary_emb(inputs_embeds, position_ids=position_ids)
@@ -240,7 +243,7 @@ class AttnResModel(AttnResPreTrainedModel):
         return self.output_class(last_hidden_state=self.norm(hidden_states), cache=cache)
 
     def attend_over_depth(
-        self, hidden_states: torch.Tensor, masks: list, output_depth_attentions: bool = False, **kwargs
+        self, hidden_states: torch.Tensor, masks: list, output_depth_attentions: bool, **kwargs
     ) -> torch.Tensor:
         """The loop over layers: from the embedding to what the output site reads, both `[B, T, D]`."""
         stream_dtype = hidden_states.dtype
@@ -262,7 +265,7 @@ class AttnResModel(AttnResPreTrainedModel):
 
         sources.move_to(hidden_states.device)
         output_inputs = sources.at(2 * len(self.layers))
-        inputs, _ = self.output_read(hidden_states, *output_inputs, with_weights=bool(output_depth_attentions))
+        inputs, _ = self.output_read(hidden_states, *output_inputs, with_weights=output_depth_attentions)
         return inputs.to(stream_dtype)
 
     def new_sources(self, queries_SD: torch.Tensor, output_depth_attentions: bool) -> EagerSources | TwoPhaseSources:
@@ -312,9 +315,7 @@ class AttnResForCausalLM(AttnResPreTrainedModel):
         )
         if cache is not None:  # else leave room for `past_key_values`, which the base still accepts
             kwargs["cache"] = cache
-        if output_depth_attentions is None:
-            output_depth_attentions = getattr(self.config, "output_depth_attentions", False)
-        if not output_depth_attentions:
+        if not self.wants_depth_attentions(output_depth_attentions):
             return super().forward(**kwargs)
 
         # The base passes on only the outputs it knows, so the model's own output is kept on its way through.
@@ -458,8 +459,8 @@ FAMILIES = {
 }
 
 for _config_class, _model_classes in FAMILIES.items():
+    _layer_class = _model_classes[0].decoder_layer_class
     for _class in _model_classes:
-        _layer_class = _model_classes[0].decoder_layer_class
         _class._no_split_modules = [*_class._no_split_modules, _layer_class.__name__]
         _class._can_record_outputs = {
             **_class._can_record_outputs,

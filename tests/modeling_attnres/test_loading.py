@@ -8,6 +8,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
 from transformers.utils import logging
 
+from tests.conversion.checkpoints import all_tensors
 from tests.families import FAMILIES, tokens
 
 
@@ -27,10 +28,6 @@ def depth_shapes(layers, width, prefix="model."):
     }
 
 
-def saved_tensors(folder):
-    return {name: value for path in sorted(folder.glob("*.safetensors")) for name, value in load_file(path).items()}
-
-
 @pytest.mark.parametrize("shard_size", ["5GB", "20KB"])
 def test_round_trip(family, mode, tmp_path, shard_size):
     model = family.causal_lm(**mode)
@@ -48,8 +45,8 @@ def test_names_on_disk(family, tmp_path, kind):
     """Kimi K3's names for the depth tensors; for all others exactly what the base family saves."""
     family.ours(kind)(family.config()).save_pretrained(tmp_path / "ours")
     family.base(kind)(family.base("Config")(**family.tiny)).save_pretrained(tmp_path / "base")
-    found = {name: list(value.shape) for name, value in saved_tensors(tmp_path / "ours").items()}
-    base = {name: list(value.shape) for name, value in saved_tensors(tmp_path / "base").items()}
+    found = {name: list(value.shape) for name, value in all_tensors(tmp_path / "ours").items()}
+    base = {name: list(value.shape) for name, value in all_tensors(tmp_path / "base").items()}
     assert found == base | depth_shapes(6, 32, prefix="model." if kind == "ForCausalLM" else "")
 
 
@@ -57,7 +54,7 @@ def test_saving_a_model_loaded_from_a_base_checkpoint(family, base_checkpoint, t
     """The names are the same whether or not the checkpoint that was loaded had depth tensors."""
     model = family.ours("ForCausalLM").from_pretrained(base_checkpoint)
     model.save_pretrained(tmp_path / "saved")
-    saved, base = saved_tensors(tmp_path / "saved"), saved_tensors(base_checkpoint)
+    saved, base = all_tensors(tmp_path / "saved"), all_tensors(base_checkpoint)
     assert saved.keys() - base.keys() == depth_shapes(6, 32).keys()
     assert all(torch.equal(saved[name], value) for name, value in base.items())
 
@@ -142,7 +139,7 @@ torch.save(logits, "logits.pt")
 """
     )
     torch.testing.assert_close(torch.load(tmp_path / "logits.pt"), model(tokens()).logits)
-    again, first = saved_tensors(tmp_path / "again"), saved_tensors(tmp_path / "checkpoint")
+    again, first = all_tensors(tmp_path / "again"), all_tensors(tmp_path / "checkpoint")
     assert again.keys() == first.keys()
     assert (tmp_path / "again" / "attention_residuals.py").exists()
 
