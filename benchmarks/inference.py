@@ -1,84 +1,113 @@
 """What depth attention costs a real model: prefill and decoding of SmolLM2-135M against standard residuals."""
 
-import json
-import time
+import multiprocessing
+import resource
 from pathlib import Path
-from statistics import median
 
 import torch
-from rich.console import Console
-from rich.table import Table
-from tqdm import tqdm
-from transformers import AutoModelForCausalLM, DynamicCache
+from transformers import AutoModelForCausalLM, DynamicCache, StaticCache
 from transformers.utils import logging
 
 from demo.weights import smollm2
 from modeling_attnres import AttnResLlamaForCausalLM
 
+from .measure import Found, Runs, compare, report
 
-def load_models() -> dict[str, torch.nn.Module]:
-    """The source, and its ports in memory: Block 8 in two phases and one by one, and Full."""
-    source = smollm2()
+
+PORTS = {
+    "Block 8": {"attn_res_block_size": 4},
+    "Block 8, eager": {"attn_res_block_size": 4, "attn_res_implementation": "eager"},
+    "Full": {"attn_res_mode": "full"},
+}
+
+
+def load(name: str) -> torch.nn.Module:
+    """The source, or a port of it made as it is loaded."""
     logging.set_verbosity_error()
     logging.disable_progress_bar()
-
-    def port(**fields):
-        return AttnResLlamaForCausalLM.from_pretrained(source, attn_res_scale_norm_eps=True, **fields).eval()
-
-    return {
-        "source": AutoModelForCausalLM.from_pretrained(source).eval(),
-        "Block 8": port(attn_res_block_size=4),
-        "Block 8, eager": port(attn_res_block_size=4, attn_res_implementation="eager"),
-        "Full": port(attn_res_mode="full"),
-    }
+    if name == "source":
+        return AutoModelForCausalLM.from_pretrained(smollm2()).eval()
+    return AttnResLlamaForCausalLM.from_pretrained(smollm2(), attn_res_scale_norm_eps=True, **PORTS[name]).eval()
 
 
-def seconds(run) -> float:
-    begin = time.perf_counter()
-    run()
-    return time.perf_counter() - begin
-
-
-def compare(runs: dict, repeats: int, label: str) -> dict[str, dict[str, float]]:
-    """Run all in turn, several times; medians, and the median of the ratios to the source within a turn."""
-    times = {name: [] for name in runs}
-    for turn in tqdm(range(repeats + 1), desc=label):
-        for name, run in runs.items():
-            taken = seconds(run)
-            if turn:  # the first turn warms up
-                times[name].append(taken)
-    return {
-        name: {
-            "ratio": median(one / base for one, base in zip(taken, times["source"], strict=True)),
-            "seconds": median(taken),
-        }
-        for name, taken in times.items()
-    }
+def some_ids(tokens: int) -> torch.Tensor:
+    return torch.randint(5, 40_000, (1, tokens), generator=torch.Generator().manual_seed(0))
 
 
 @torch.no_grad()
 def measure_inference(
-    prefill: list[int], context: list[int], prefill_repeats: int, decode_repeats: int, output: Path | None
+    prefill: list[int],
+    context: list[int],
+    batch: list[int],
+    prefill_repeats: int,
+    decode_repeats: int,
+    compiled: bool,
+    output: Path | None,
 ) -> None:
     """Prefill of some prompt lengths and a decoded token at some context lengths, all models in turn."""
-    models, found = load_models(), {}
-    generator = torch.Generator().manual_seed(0)
-    ids = torch.randint(5, 40_000, (1, max(*prefill, *context)), generator=generator)
+    models = {name: load(name) for name in ("source", *PORTS)}
+    found: Found = {}
     for length in prefill:
-        runs = {name: lambda m=m, n=length: m(ids[:, :n], logits_to_keep=1) for name, m in models.items()}
+        runs: Runs = {
+            name: lambda m=model, n=length: m(some_ids(n), logits_to_keep=1) for name, model in models.items()
+        }
         found[f"prefill of {length}"] = compare(runs, prefill_repeats, f"prefill of {length}")
     for length in context:
-        runs = {}
-        for name, model in models.items():
-            cache = DynamicCache(config=model.config)
-            model(ids[:, :length], cache=cache, use_cache=True, logits_to_keep=1)
-            runs[name] = lambda m=model, c=cache: m(ids[:, :1], cache=c, use_cache=True)
-        found[f"a token at {length}"] = compare(runs, decode_repeats, f"a token at {length}")
+        for rows in batch:
+            label = f"a token at {length}" + f", batch {rows}" * (rows > 1)
+            runs = {name: decoding(model, length, rows) for name, model in models.items()}
+            found[label] = compare(runs, decode_repeats, label)
+    if compiled:
+        label = f"a token at {context[0]}, compiled"
+        runs = {name: compiled_decoding(model, context[0], decode_repeats) for name, model in models.items()}
+        found[label] = compare(runs, decode_repeats, label)
+    report("SmolLM2-135M, fp32", found, output)
 
-    table = Table("SmolLM2-135M, fp32", *models)
-    for name, row in found.items():
-        table.add_row(name, *(f"{cell['ratio']:.3f} ({cell['seconds']:.3f} s)" for cell in row.values()))
-    console = Console(width=110)
-    console.print(table, f"ratios to the source, medians of turns; {torch.get_num_threads()} threads")
-    if output is not None:
-        output.write_text(json.dumps(found, indent=1) + "\n")
+
+def decoding(model: torch.nn.Module, context: int, batch: int):
+    """Decode one more token a call, after a context that all rows share."""
+    cache = DynamicCache(config=model.config)
+    model(some_ids(context), cache=cache, use_cache=True, logits_to_keep=1)
+    cache.batch_repeat_interleave(batch)
+    ids = some_ids(1).expand(batch, 1)
+    return lambda: model(ids, cache=cache, use_cache=True)
+
+
+def compiled_decoding(model: torch.nn.Module, context: int, repeats: int):
+    """The same, compiled as one graph with a static cache."""
+    cache = StaticCache(config=model.config, max_cache_len=context + repeats + 8)
+    model(some_ids(context), cache=cache, use_cache=True, logits_to_keep=1)
+    step = torch.compile(model, fullgraph=True)
+    ids, position = some_ids(1), torch.tensor([[context]])
+
+    def run():
+        step(ids, cache=cache, use_cache=True, position_ids=position)
+        position.add_(1)
+
+    for _ in range(3):  # compiles, and once more where a shape or a flag changed
+        run()
+    return run
+
+
+def _peak(name: str, tokens: int, chunk: int | None) -> dict[str, float]:
+    model, ids = load(name), some_ids(tokens)
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+    model.generate(
+        ids, attention_mask=torch.ones_like(ids), max_new_tokens=1, do_sample=False, prefill_chunk_size=chunk
+    )
+    return {"MiB": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024, "MiB before": before}
+
+
+def measure_memory(tokens: int, chunk: int, output: Path | None) -> None:
+    """Peak memory of a long prompt, at once and with `prefill_chunk_size`, each in a process of its own."""
+    smollm2()
+    found: Found = {}
+    for size in (None, chunk):
+        row = {}
+        for name in ("source", *PORTS):
+            with multiprocessing.get_context("spawn").Pool(1) as pool:
+                row[name] = pool.apply(_peak, (name, tokens, size))
+        for cell in row.values():
+            cell["ratio"] = cell["MiB"] / row["source"]["MiB"]
+        found["at once" if size is None else f"in chunks of {size}"] = row
+    report(f"Peak memory, SmolLM2-135M in fp32, a prompt of {tokens} tokens", found, output)

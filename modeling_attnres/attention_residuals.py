@@ -9,17 +9,20 @@ has one learned *pseudo-query* w_l; keys and values are the sources themselves, 
 
 Notable here:
     - Queries do not depend on activations. So when a block closes, one matrix product gives its logits at *every* site,
-      and no site ever normalises, upcasts or stacks the sources again (`EagerSources`). For inference, one more reads
-      them at all sites of the next block at once (`TwoPhaseSources`).
-    - `DepthRead` is the only thing a layer knows: it asks for what its site reads and does not know how it is made.
-    - `depth_read` is the same read written as in the paper; tests hold the two together.
+      and no site ever normalises, upcasts or stacks the sources again (`EagerSources`). For inference, two read them
+      at all sites of the next block at once (`TwoPhaseSources`).
+    - `DepthRead` is the only thing a layer knows: it asks for what its site reads and does not know how it is made. It
+      reads plainly, or for training with a gradient written by hand (`LeanRead`), or as phase 2 (`interpolate`).
+    - `depth_read` is the same read written as in the paper; tests hold them all together.
     - No model family is known in this file.
 
-Shapes: B batch, T tokens, D hidden size, L decoder layers, S = 2L + 1 sites (s: those of a group), N closed blocks.
+Shapes: B batch, T tokens, M = B · T, D hidden size, L decoder layers, S = 2L + 1 sites (s: a block's), N closed blocks.
 Sites: 2l is the attention of decoder layer l, 2l + 1 its MLP, 2L the output (before the final norm).
 """
 
+from collections.abc import Sequence
 from contextlib import nullcontext
+from itertools import pairwise
 
 import torch
 from torch import nn
@@ -79,7 +82,7 @@ class DepthAttention(nn.Module):
 def inverse_size(x_BTD: torch.Tensor, floor: torch.Tensor) -> torch.Tensor:
     """1 / √(|x|² + D · eps), `[B, T, 1]`, with `floor` = D · eps: the key norm up to the √D that the queries carry."""
     norm_BT1 = torch.linalg.vector_norm(x_BTD, dim=-1, keepdim=True, dtype=floor.dtype)
-    return torch.rsqrt(torch.addcmul(floor, norm_BT1, norm_BT1))
+    return torch.addcmul(floor, norm_BT1, norm_BT1).rsqrt_()
 
 
 def source_logits(x_BTD: torch.Tensor, queries_SD: torch.Tensor, floor: torch.Tensor) -> torch.Tensor:
@@ -93,8 +96,9 @@ def source_logits(x_BTD: torch.Tensor, queries_SD: torch.Tensor, floor: torch.Te
 
 def autocast_off(x: torch.Tensor):
     """A context without autocast; entering one costs more than asking whether it is on."""
-    if torch.amp.is_autocast_available(x.device.type) and torch.is_autocast_enabled(x.device.type):
-        return torch.autocast(x.device.type, enabled=False)
+    device = x.device.type
+    if torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device):
+        return torch.autocast(device, enabled=False)
     return nullcontext()
 
 
@@ -122,91 +126,97 @@ class EagerSources(Sources):
     def __init__(self, queries_SD: torch.Tensor, eps: float):
         super().__init__(queries_SD, eps)
         self.values_BTD: list[torch.Tensor] = []
-        self.logits_BTS: list[torch.Tensor] = []
+        self.logits_BT: list[tuple[torch.Tensor, ...]] = []  # of each block, one a site
 
     def close(self, x_BTD: torch.Tensor) -> None:
         """Add the embedding, a finished block's sum (rounded once, to the embedding's dtype) or a sublayer's output."""
         self.move_to(x_BTD.device)
-        self.logits_BTS.append(source_logits(x_BTD, self.queries_SD, self.floor))
+        self.logits_BT.append(source_logits(x_BTD, self.queries_SD, self.floor).unbind(-1))
         self.values_BTD.append(x_BTD.to(self.values_BTD[0].dtype) if self.values_BTD else x_BTD)
 
     def at(self, site: int) -> tuple[torch.Tensor, ...]:
         """What `DepthRead` needs at a site: its query `[D]`, D · eps, its logits `[B, T, N]`, and the N blocks."""
-        logits_BTN = torch.stack([logits_BTS[..., site] for logits_BTS in self.logits_BTS], dim=-1)
+        logits_BTN = torch.stack([logits_BT[site] for logits_BT in self.logits_BT], dim=-1)
         return self.queries_SD[site], self.floor, logits_BTN, *self.values_BTD
 
 
 class TwoPhaseSources(Sources):
     """The same for inference, in two phases (paper, Algorithm 1).
 
-    Phase 1, at the start of a group of layers: one matrix product reads all closed blocks at all sites of the group.
+    Phase 1, at the start of a block: one matrix product reads all closed blocks at all sites of the block to come.
     Its result and log-sum-exp stand for those blocks as if they were one source, whose logit is the log-sum-exp.
-    Phase 2, site by site, is then an ordinary `DepthRead` of that one source and the running sum.
-    The groups are the blocks; in Full mode, some layers each, whose outputs are read one by one within the group.
+    Phase 2, site by site, merges that one source with the running sum (`interpolate`).
+    In Full mode every layer is such a block; its attention's output is what its MLP reads as the running sum.
 
-    Blocks are held once, in a buffer of this pass. Nothing here is differentiable.
+    Sources are held once, in a buffer of this pass; so are phase 1's results, which each block overwrites when those of
+    the block before have been read. Nothing here is differentiable.
 
     Args:
-        groups: the first layer of each group.
-        num_blocks: how many sources will be closed in this pass.
+        block_starts: the first layer of each block.
+        num_sources: how many sources will be closed in this pass.
     """
 
-    phase_1_bytes = 2**28  # at most, for results held at a time; beyond it, fewer sites than a group's at once
+    tile_bytes = 2**22  # sources in the statistics dtype, worked on at a time where they are held in a narrower one
+    phase_1_bytes = 2**28  # results held at a time, at most; beyond it, fewer sites than a block's at once
 
-    def __init__(self, queries_SD: torch.Tensor, eps: float, groups: tuple[int, ...], num_blocks: int):
+    def __init__(self, queries_SD: torch.Tensor, eps: float, block_starts: tuple[int, ...], num_sources: int):
         super().__init__(queries_SD, eps)
         self.queries_D = queries_SD.unbind()
-        self.group_ends = [2 * layer for layer in groups[1:]] + [queries_SD.shape[0]]
-        self.num_blocks, self.closed = num_blocks, 0
+        self.block_ends = [2 * layer for layer in block_starts[1:]] + [queries_SD.shape[0]]
+        self.num_sources, self.closed = num_sources, 0
+        self.read = 0  # how many closed blocks phase 1 has read
         self.first_site = self.end_site = 0  # the sites phase 1 was made for
         self.reads_BTD = self.log_sum_exps_BT1 = ()  # its results, one a site
-        self.read = 0  # how many blocks it has read
 
     def close(self, x_BTD: torch.Tensor) -> None:
         """As `EagerSources.close`."""
         self.move_to(x_BTD.device)
-        logits_BTS = source_logits(x_BTD, self.queries_SD, self.floor)
+        x_MD = x_BTD.flatten(0, 1)
         if self.closed == 0:
-            batch, tokens, width = x_BTD.shape
-            self.values_BTND = x_BTD.new_empty(batch, tokens, self.num_blocks, width)
-            self.logits_BTSN = logits_BTS.new_empty(*logits_BTS.shape, self.num_blocks)
-        self.values_BTND[:, :, self.closed] = x_BTD
-        self.logits_BTSN[..., self.closed] = logits_BTS
+            self.shape = x_BTD.shape
+            self.values_NMD = x_MD.new_empty(self.num_sources, *x_MD.shape)
+            self.logits_NMS = self.floor.new_empty(self.num_sources, x_MD.shape[0], len(self.queries_D))
+            self.results = self.floor.new_empty(x_MD.numel() * self.sites_at_once(x_MD))
+        self.values_NMD[self.closed] = x_MD
+        self.logits_NMS[self.closed] = source_logits(x_MD, self.queries_SD, self.floor)
         self.closed += 1
 
-    def phase_1(self, first_site: int) -> None:
-        """Read all closed blocks at the sites from `first_site` to the end of its group."""
-        end_site = next(end for end in self.group_ends if end > first_site)
-        site_bytes = self.values_BTND[:, :, 0].numel() * self.queries_SD.itemsize
-        self.first_site = first_site
-        self.end_site = min(end_site, first_site + max(2, self.phase_1_bytes // site_bytes // 2 * 2))
-        logits_BTsN = self.logits_BTSN[:, :, first_site : self.end_site, : self.closed]
-        log_sum_exp_BTs1 = logits_BTsN.logsumexp(-1, keepdim=True)
-        weights_BTsN = torch.exp(logits_BTsN - log_sum_exp_BTs1)
-        self.reads_BTD = self.mix(weights_BTsN, self.values_BTND[:, :, : self.closed]).unbind(2)
-        self.log_sum_exps_BT1 = log_sum_exp_BTs1.unbind(2)
-        self.read = self.closed
-
-    def mix(self, weights_BTsN: torch.Tensor, values_BTND: torch.Tensor) -> torch.Tensor:
-        """The weighted sums `[B, T, s, D]` in the statistics dtype; narrower values are upcast in tiles of tokens."""
-        with autocast_off(values_BTND):
-            if values_BTND.dtype == weights_BTsN.dtype:
-                return torch.matmul(weights_BTsN, values_BTND)
-            tokens = values_BTND.shape[1]
-            tile = max(1, tokens * self.phase_1_bytes // (2 * values_BTND.nbytes))
-            tiles = zip(weights_BTsN.split(tile, dim=1), values_BTND.split(tile, dim=1))
-            return torch.cat([torch.matmul(weights, values.to(weights.dtype)) for weights, values in tiles], dim=1)
+    def sites_at_once(self, x_MD: torch.Tensor) -> int:
+        """As many as the largest block has, or as `phase_1_bytes` allow, but those of one layer at least."""
+        largest = max(end - start for start, end in pairwise([0, *self.block_ends]))
+        return min(largest, max(2, self.phase_1_bytes // (x_MD.numel() * self.queries_SD.itemsize)))
 
     def at(self, site: int) -> tuple[torch.Tensor, ...]:
-        """As `EagerSources.at`, the result of phase 1 in place of the blocks it has read."""
-        if site >= self.end_site:
+        """As `EagerSources.at`, the result of phase 1 in place of the closed blocks."""
+        if site >= self.end_site or self.read < self.closed:
             self.phase_1(site)
-        logits_BTN = self.log_sum_exps_BT1[site - self.first_site]
-        values_BTD = (self.reads_BTD[site - self.first_site],)
-        if self.closed > self.read:
-            logits_BTN = torch.cat((logits_BTN, self.logits_BTSN[:, :, site, self.read : self.closed]), dim=-1)
-            values_BTD += self.values_BTND[:, :, self.read : self.closed].unbind(2)
-        return self.queries_D[site], self.floor, logits_BTN, *values_BTD
+        index = site - self.first_site
+        return self.queries_D[site], self.floor, self.log_sum_exps_BT1[index], self.reads_BTD[index]
+
+    def phase_1(self, first_site: int) -> None:
+        """Read all closed blocks at the sites from `first_site` to the end of its block, as far as results fit."""
+        batch, tokens, width = self.shape
+        fitting = self.results.numel() // self.values_NMD[0].numel()
+        block_end = next(end for end in self.block_ends if end > first_site)
+        self.first_site, self.end_site = first_site, min(block_end, first_site + fitting)
+        self.read = self.closed
+        sites = self.end_site - first_site
+        values_NMD = self.values_NMD[: self.closed]
+        logits_NMs = self.logits_NMS[: self.closed, :, first_site : self.end_site]
+        log_weights_NMs = logits_NMs.log_softmax(0)
+        log_sum_exps_Ms = logits_NMs[0] - log_weights_NMs[0]
+        weights_MsN = log_weights_NMs.exp_().permute(1, 2, 0)
+        reads_MsD = self.results[: batch * tokens * sites * width].view(-1, sites, width)
+        tile = batch * tokens
+        if values_NMD.dtype != weights_MsN.dtype:
+            tile = max(1, self.tile_bytes // (self.closed * width * weights_MsN.itemsize))
+        with autocast_off(values_NMD):
+            for weights, values, out in zip(
+                weights_MsN.split(tile), values_NMD.split(tile, dim=1), reads_MsD.split(tile)
+            ):
+                torch.bmm(weights, values.to(weights.dtype).transpose(0, 1), out=out)
+        self.reads_BTD = reads_MsD.view(batch, tokens, sites, width).unbind(2)
+        self.log_sum_exps_BT1 = log_sum_exps_Ms.view(batch, tokens, sites, 1).unbind(2)
 
 
 def add_output(running_sum_BTD: torch.Tensor | None, output_BTD: torch.Tensor) -> torch.Tensor:
@@ -236,10 +246,75 @@ def interpolate(
     dtype = query_D.dtype
     if value_BTD.dtype != dtype or running_sum_BTD.dtype != dtype:
         value_BTD, running_sum_BTD = value_BTD.to(dtype), running_sum_BTD.to(dtype)
-    with autocast_off(running_sum_BTD):
-        product_BT1 = torch.matmul(running_sum_BTD, query_D).unsqueeze(-1)
-    share_BT1 = torch.sigmoid(torch.addcmul(logit_BT1, product_BT1, inverse_size(running_sum_BTD, floor), value=-1))
-    return torch.lerp(running_sum_BTD, value_BTD, share_BT1)
+    product_BT1 = (running_sum_BTD * query_D).sum(-1, keepdim=True)  # sooner done than a matmul, for one token
+    difference_BT1 = torch.addcmul(logit_BT1, product_BT1, inverse_size(running_sum_BTD, floor), value=-1)
+    return torch.lerp(running_sum_BTD, value_BTD, difference_BT1.sigmoid_())
+
+
+def mix(weights_BTN: torch.Tensor, values_BTD: Sequence[torch.Tensor]) -> torch.Tensor:
+    """The weighted sum of N sources, in the statistics dtype by type promotion: none is upcast whole."""
+    first_BTD, *rest = values_BTD
+    mixed_BTD = first_BTD * weights_BTN[..., :1]
+    for index, value_BTD in enumerate(rest, start=1):
+        mixed_BTD.addcmul_(value_BTD, weights_BTN[..., index : index + 1])
+    return mixed_BTD
+
+
+class LeanRead(torch.autograd.Function):
+    """A read for training, its gradient written by hand.
+
+    It saves references to the sources, which live anyway, and per-token scalars; both passes go over each source once
+    or twice. Autograd's own gradient of the same operations (the plain way) keeps more and passes over it more often.
+    """
+
+    @staticmethod
+    def forward(ctx, running_sum_BTD, query_D, floor, logits_BTN, *values_BTD):
+        key_scale_BT1 = None
+        if running_sum_BTD is not None:
+            with autocast_off(running_sum_BTD):
+                product_BT1 = torch.matmul(running_sum_BTD.to(query_D.dtype), query_D).unsqueeze(-1)
+            key_scale_BT1 = inverse_size(running_sum_BTD, floor)
+            logit_BT1 = product_BT1 * key_scale_BT1
+            logits_BTN = torch.cat((logits_BTN, logit_BT1), dim=-1)
+            values_BTD = (*values_BTD, running_sum_BTD)
+        weights_BTN = logits_BTN.softmax(dim=-1)
+        ctx.has_running_sum = running_sum_BTD is not None
+        running_logit_BT1 = logits_BTN[..., -1:].clone() if ctx.has_running_sum else None
+        ctx.save_for_backward(query_D, key_scale_BT1, running_logit_BT1, weights_BTN, *values_BTD)
+        return mix(weights_BTN, values_BTD)
+
+    @staticmethod
+    def backward(ctx, grad_BTD):
+        if torch.is_grad_enabled():
+            raise RuntimeError(
+                "Attention Residuals have first-order gradients only, but create_graph=True asks for a graph of them. "
+                "Set config.attn_res_implementation = 'eager', whose reads can be differentiated again."
+            )
+        query_D, key_scale_BT1, logit_BT1, weights_BTN, *values_BTD = ctx.saved_tensors
+        _, needs_query, _, needs_logits, *_ = ctx.needs_input_grad
+        needs_values = [*ctx.needs_input_grad[4:], *ctx.needs_input_grad[: ctx.has_running_sum]]
+
+        along_BTN = torch.cat([(grad_BTD * value_BTD).sum(-1, keepdim=True) for value_BTD in values_BTD], dim=-1)
+        grad_logits_BTN = weights_BTN * (along_BTN - (weights_BTN * along_BTN).sum(-1, keepdim=True))
+        grads_BTD = [
+            grad_BTD * weights_BTN[..., index : index + 1] if needed else None
+            for index, needed in enumerate(needs_values)
+        ]
+        grad_running_sum_BTD = grad_query_D = None
+        if ctx.has_running_sum:
+            grad_running_sum_BTD, running_sum_BTD = grads_BTD.pop(), values_BTD.pop()
+            grad_product_BT1 = grad_logits_BTN[..., -1:] * key_scale_BT1
+            grad_logits_BTN = grad_logits_BTN[..., :-1]
+            if needs_query:
+                with autocast_off(grad_BTD):
+                    flat_MD = running_sum_BTD.to(grad_product_BT1.dtype).flatten(0, -2)
+                    grad_query_D = torch.mv(flat_MD.t(), grad_product_BT1.flatten())
+            if grad_running_sum_BTD is not None:
+                grad_running_sum_BTD.addcmul_(grad_product_BT1, query_D)
+                grad_running_sum_BTD.addcmul_(grad_product_BT1 * logit_BT1 * key_scale_BT1, running_sum_BTD, value=-1)
+                grad_running_sum_BTD = grad_running_sum_BTD.to(running_sum_BTD.dtype)
+        grads_BTD = [None if grad is None else grad.to(value.dtype) for grad, value in zip(grads_BTD, values_BTD)]
+        return grad_running_sum_BTD, grad_query_D, None, grad_logits_BTN if needs_logits else None, *grads_BTD
 
 
 class DepthRead(nn.Module):
@@ -252,7 +327,7 @@ class DepthRead(nn.Module):
         floor: torch.Tensor,
         logits_BTN: torch.Tensor,
         *values_BTD: torch.Tensor,
-        with_weights: bool = False,
+        way: str = "plain",
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Attend to the closed blocks and, where there is one, the running sum of the block so far.
 
@@ -262,30 +337,26 @@ class DepthRead(nn.Module):
             floor: D · eps of the key norm, a scalar.
             logits_BTN: the closed blocks' logits at this site.
             values_BTD: the N closed blocks, or what phase 1 made of them.
-            with_weights: also return the depth weights.
+            way: `"plain"`, differentiable any number of times, also returns the depth weights; `"lean"` is
+                `LeanRead`; `"two_phase"` is phase 2, for what `TwoPhaseSources` gave.
 
         Returns:
             The site's input `[B, T, D]`, not yet rounded to the dtype of the stream, and its depth weights
             `[B, T, N (+ 1)]`, which sum to 1, the running sum's last; or `None`.
         """
-        if len(values_BTD) == 1 and not with_weights:
-            (value_BTD,) = values_BTD
+        if way == "two_phase":
             if running_sum_BTD is None:
-                return value_BTD, None
-            return interpolate(running_sum_BTD, query_D, floor, logits_BTN, value_BTD), None
+                return values_BTD[0], None
+            return interpolate(running_sum_BTD, query_D, floor, logits_BTN, *values_BTD), None
+        if way == "lean":
+            return LeanRead.apply(running_sum_BTD, query_D, floor, logits_BTN, *values_BTD), None
 
         if running_sum_BTD is not None:
             logit_BT1 = source_logits(running_sum_BTD, query_D[None], floor)
             logits_BTN = torch.cat((logits_BTN, logit_BT1), dim=-1)
             values_BTD = (*values_BTD, running_sum_BTD)
         weights_BTN = logits_BTN.softmax(dim=-1)
-
-        # The first product makes the accumulator, in the statistics dtype by type promotion: nothing is upcast whole.
-        first_BTD, *rest = values_BTD
-        mixed_BTD = first_BTD * weights_BTN[..., :1]
-        for index, value_BTD in enumerate(rest, start=1):
-            mixed_BTD.addcmul_(value_BTD, weights_BTN[..., index : index + 1])
-        return mixed_BTD, weights_BTN if with_weights else None
+        return mix(weights_BTN, values_BTD), weights_BTN
 
 
 def depth_read(

@@ -108,8 +108,9 @@ class AttnResFields:
 
     @property
     def attn_res_implementation(self) -> str:
-        """How inference reads over depth: `"two_phase"`, or `"eager"`, its plain twin. Like `attn_implementation` a
-        matter of the process, not of the checkpoint: it can be set at load or later, and is not saved."""
+        """How to read over depth: `"two_phase"` (in training: with a gradient written by hand), or `"eager"`, the plain
+        twin of both. Like `attn_implementation` a matter of the process, not of the checkpoint: it can be set at load
+        or later, and is not saved."""
         return self._attn_res_implementation
 
     @attn_res_implementation.setter
@@ -121,13 +122,6 @@ class AttnResFields:
     def _remove_keys_not_serialized(self, config_dict: dict) -> None:
         super()._remove_keys_not_serialized(config_dict)
         config_dict.pop("_attn_res_implementation", None)
-
-    @property
-    def attn_res_groups(self) -> tuple[int, ...]:
-        """The first decoder layer of each group that is read in two phases: the blocks, or in Full mode four layers."""
-        if self.attn_res_mode == "full":
-            return tuple(range(0, self.num_hidden_layers, 4))
-        return self.attn_res_block_starts
 
     @property
     def attn_res_block_starts(self) -> tuple[int, ...]:

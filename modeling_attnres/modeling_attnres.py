@@ -92,7 +92,7 @@ class AttnResDecoderLayer:
         hidden_states: torch.Tensor,
         *site_inputs: torch.Tensor,
         stream_dtype: torch.dtype,
-        output_depth_attentions: bool = False,
+        way: str = "plain",
         **kwargs,
     ) -> tuple[torch.Tensor, ...]:
         """Run both sublayers.
@@ -103,20 +103,20 @@ class AttnResDecoderLayer:
             site_inputs: what the attention's read takes beside the running sum, then what the MLP's takes, as many:
                 tensors, one by one, for checkpointing to find.
             stream_dtype: what the sublayers are given, the dtype of the embedding.
-            output_depth_attentions: whether the reads make their depth weights, for a hook to record.
+            way: how `DepthRead` reads.
             kwargs: what the base family's attention takes (mask, cache, position embeddings, …).
 
         Returns:
             The new running sum; in Full mode the MLP's output, and the attention's output as a source to close.
         """
-        half, with_weights = len(site_inputs) // 2, output_depth_attentions
+        half = len(site_inputs) // 2
 
         running_sum = None if self.starts_block else hidden_states
-        inputs, _ = self.attention_read(running_sum, *site_inputs[:half], with_weights=with_weights)
+        inputs, _ = self.attention_read(running_sum, *site_inputs[:half], way=way)
         attention_output = self.attend(self.input_layernorm(inputs.to(stream_dtype)), **kwargs)
 
         running_sum = add_output(running_sum, attention_output)
-        inputs, _ = self.mlp_read(running_sum, *site_inputs[half:], with_weights=with_weights)
+        inputs, _ = self.mlp_read(running_sum, *site_inputs[half:], way=way)
         mlp_output = self.mlp(self.post_attention_layernorm(inputs.to(stream_dtype)))
 
         if self.is_full:
@@ -247,7 +247,8 @@ class AttnResModel(AttnResPreTrainedModel):
     ) -> torch.Tensor:
         """The loop over layers: from the embedding to what the output site reads, both `[B, T, D]`."""
         stream_dtype = hidden_states.dtype
-        sources = self.new_sources(self.attn_res(hidden_states), output_depth_attentions)
+        way = self.way_to_read(output_depth_attentions)
+        sources = self.new_sources(way, self.attn_res(hidden_states))
         for index, (layer, mask) in enumerate(zip(self.layers, masks)):
             if layer.starts_block:
                 sources.close(hidden_states)
@@ -256,7 +257,7 @@ class AttnResModel(AttnResPreTrainedModel):
                 *sources.at(2 * index),
                 *sources.at(2 * index + 1),
                 stream_dtype=stream_dtype,
-                output_depth_attentions=output_depth_attentions,
+                way=way,
                 attention_mask=mask,
                 **kwargs,
             )
@@ -265,16 +266,22 @@ class AttnResModel(AttnResPreTrainedModel):
 
         sources.move_to(hidden_states.device)
         output_inputs = sources.at(2 * len(self.layers))
-        inputs, _ = self.output_read(hidden_states, *output_inputs, with_weights=output_depth_attentions)
+        inputs, _ = self.output_read(hidden_states, *output_inputs, way=way)
         return inputs.to(stream_dtype)
 
-    def new_sources(self, queries_SD: torch.Tensor, output_depth_attentions: bool) -> EagerSources | TwoPhaseSources:
-        """How this pass holds and reads its sources. Gradients and depth weights need them one by one."""
+    def way_to_read(self, output_depth_attentions: bool) -> str:
+        """Depth weights need plain reads (a hook records them), gradients need blocks one by one."""
+        if output_depth_attentions or self.config.attn_res_implementation == "eager":
+            return "plain"
+        return "lean" if torch.is_grad_enabled() else "two_phase"
+
+    def new_sources(self, way: str, queries_SD: torch.Tensor) -> EagerSources | TwoPhaseSources:
+        """What holds the closed blocks of one pass."""
         config, eps = self.config, self.config.rms_norm_eps
-        if config.attn_res_implementation == "eager" or torch.is_grad_enabled() or output_depth_attentions:
+        if way != "two_phase":
             return EagerSources(queries_SD, eps)
-        num_closed = config.attn_res_num_sources(2 * config.num_hidden_layers) - 1
-        return TwoPhaseSources(queries_SD, eps, config.attn_res_groups, num_closed)
+        num_sources = config.attn_res_num_sources(2 * config.num_hidden_layers) - 1
+        return TwoPhaseSources(queries_SD, eps, config.attn_res_block_starts, num_sources)
 
 
 class AttnResForCausalLM(AttnResPreTrainedModel):

@@ -29,13 +29,13 @@ def draw_case(seed, num_blocks, tokens=3, width=16, query_norm=1.0, size=1.0, dt
     return blocks, running, query / query.norm() * query_norm
 
 
-def fast_read(blocks, running, query):
+def fast_read(blocks, running, query, way="plain"):
     """The read as a model does it: close the blocks, then read at one site."""
     query = query.to(torch.promote_types(blocks[0].dtype, torch.float32)) * query.shape[-1] ** 0.5
     sources = EagerSources(query[None], EPS)
     for block in blocks:
         sources.close(block)
-    read, weights = DepthRead()(running, *sources.at(0), with_weights=True)
+    read, weights = DepthRead()(running, *sources.at(0), way=way)
     return read.to(blocks[0].dtype), weights
 
 
@@ -71,37 +71,96 @@ def test_fast_read_equals_its_plain_twin(dtype, with_running, **case):
     torch.testing.assert_close(weights.double(), expected_weights, rtol=0, atol=2 * roundings)
 
 
-@given(**cases, with_running=st.booleans())
-@settings(max_examples=50)
-def test_gradients_equal_those_of_the_plain_twin(with_running, **case):
-    def gradients(read):
-        blocks, running, query = draw_case(**case, dtype=torch.float64)
-        query = query.double()
-        leaves = [*blocks, query] + ([running] if with_running else [])
-        for leaf in leaves:
-            leaf.requires_grad_()
-        output, _ = read(blocks, running if with_running else None, query)
-        output.sin().sum().backward()
-        return [leaf.grad for leaf in leaves]
+def gradients(read, leaves, function=torch.sin):
+    """The gradients of a scalar function of a read: zeros of those that nothing depends on or nobody asked for."""
+    leaves = [leaf.detach().requires_grad_(leaf.requires_grad) for leaf in leaves]
+    function(read(*leaves)).sum().backward()
+    return [torch.zeros_like(leaf) if leaf.grad is None else leaf.grad for leaf in leaves]
+
+
+@given(**cases, with_running=st.booleans(), asked=st.lists(st.booleans(), min_size=11, max_size=11))
+@settings(max_examples=100)
+def test_gradients_equal_those_of_the_plain_twin(with_running, asked, **case):
+    """Of the lean read and of the plain operations, whichever of the sources, running sum and query want one."""
+    blocks, running, query = draw_case(**case, dtype=torch.float64)
+    leaves = [query.double(), *([running] if with_running else []), *blocks]
+    for leaf, wanted in zip(leaves, [*asked[:-1], True][-len(leaves) :]):
+        leaf.requires_grad_(wanted)
+
+    def reading(read, **how):
+        return lambda query, *sources: read(
+            list(sources[with_running:]), sources[0] if with_running else None, query, **how
+        )[0]
 
     # a gradient is a difference of terms as large as the query and, for the query's, the sources
     largest_term = (1 + case["query_norm"]) * max(1.0, case["size"])
-    for found, expected in zip(gradients(fast_read), gradients(plain_read), strict=True):
-        torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-12 * largest_term)
+    expected = gradients(reading(plain_read), leaves)
+    for way in ("lean", "plain"):
+        for one, other in zip(gradients(reading(fast_read, way=way), leaves), expected, strict=True):
+            torch.testing.assert_close(one, other, rtol=1e-9, atol=1e-12 * largest_term)
 
 
+@given(**cases | {"size": st.sampled_from([1e-2, 1.0, 1e4])}, dtype=st.sampled_from([torch.float32, torch.bfloat16]))
+@settings(max_examples=50)
+def test_lean_gradients_in_lower_precision(dtype, **case):
+    """Against float64, as one vector: a gradient of a sharp softmax is a small difference of large terms."""
+    blocks, running, query = draw_case(**case, dtype=dtype)
+    leaves = [leaf.requires_grad_() for leaf in (query.float(), running, *blocks)]
+
+    def found(query, running, *blocks):
+        return fast_read(list(blocks), running, query, way="lean")[0]
+
+    def expected(query, running, *blocks):
+        return plain_read(list(blocks), running, query)[0]
+
+    def weighted(read):
+        return read.double() * torch.linspace(-1, 1, read.numel(), dtype=torch.float64).view(read.shape)
+
+    exact = gradients(expected, [leaf.detach().double().requires_grad_() for leaf in leaves], weighted)
+    for one, other in zip(gradients(found, leaves, weighted), exact, strict=True):
+        assert one.isfinite().all()
+        slack = TOLERANCE[dtype] * max(1.0, case["query_norm"]) * (1 + case["query_norm"]) * 4
+        assert (one.double() - other).norm() <= slack * max(1.0, case["size"]) * max(1.0, other.norm().item())
+
+
+@pytest.mark.parametrize("way", ["lean", "plain"])
 @pytest.mark.parametrize("with_running", [False, True])
-def test_gradcheck(with_running):
+def test_gradcheck(with_running, way):
     blocks, running, query = draw_case(0, num_blocks=3, tokens=2, width=5, dtype=torch.float64, batch=1)
-    running = running.requires_grad_() if with_running else None
-    leaves = [*(block.requires_grad_() for block in blocks), query.double().requires_grad_()]
+    leaves = [leaf.requires_grad_() for leaf in (query.double(), running, *blocks)]
 
-    def read(*inputs):
-        return fast_read(list(inputs[:-1]), running, inputs[-1])[0]
+    def read(query, running, *blocks):
+        return fast_read(list(blocks), running if with_running else None, query, way)[0]
 
     assert torch.autograd.gradcheck(read, leaves)
-    if with_running:
-        assert torch.autograd.gradcheck(lambda r: fast_read(blocks, r, leaves[-1])[0], [running])
+    if way == "plain":
+        assert torch.autograd.gradgradcheck(read, leaves)
+    else:
+        with pytest.raises(RuntimeError, match="first-order gradients only"):
+            torch.autograd.grad(read(*leaves).sum(), leaves[0], create_graph=True)
+
+
+def test_the_lean_read_saves_its_sources_and_scalars_per_token():
+    """No tensor of the size of a source is kept that was not there before."""
+    blocks, running, query = draw_case(0, num_blocks=4, tokens=7, width=64, dtype=torch.bfloat16)
+    leaves = [leaf.requires_grad_() for leaf in (query.float(), running.float(), *blocks)]
+    query_D, running_sum, *blocks = leaves
+    sources = EagerSources(query_D[None], EPS)
+    for block in blocks:
+        sources.close(block)
+    site_inputs, kept = sources.at(0), []
+
+    def keep(tensor):
+        kept.append(tensor)
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        DepthRead()(running_sum, *site_inputs, way="lean")
+    there_before = {tensor.data_ptr() for tensor in (running_sum, *site_inputs)}
+    new = [tensor for tensor in kept if tensor.data_ptr() not in there_before]
+    batch, tokens, _ = running_sum.shape
+    assert len(kept) > len(blocks)
+    assert sum(tensor.numel() for tensor in new) <= batch * tokens * (len(blocks) + 1 + 2)
 
 
 @given(**cases)
@@ -157,36 +216,44 @@ def test_reads_of_parts_merge_to_the_read_of_the_whole(data, **case):
 @given(
     **cases,
     dtype=st.sampled_from(list(TOLERANCE)),
-    group=st.integers(1, 4),
+    layers_a_block=st.integers(1, 4),
     sublayers_kept_apart=st.booleans(),
-    at_once=st.booleans(),
+    bytes_at_once=st.sampled_from([0, 2**10, 2**28]),
 )
 @settings(max_examples=100)
-def test_two_phases_equal_reads_one_by_one(dtype, group, sublayers_kept_apart, at_once, **case):
-    """Blocks closed at the start of a group, or (Full) sources within it; phase 1 in one piece or in several."""
+def test_two_phases_equal_reads_one_by_one(dtype, layers_a_block, sublayers_kept_apart, bytes_at_once, **case):
+    """Blocks, or (Full) all sublayers apart; phase 1 in one piece, or in several tiles and for a few sites at a time.
+
+    Buffers are reused from block to block: a read is compared when it is made, and what it was made of must stay.
+    """
     values, running, _ = draw_case(**case, dtype=dtype)
     layers = len(values)
     generator = torch.Generator().manual_seed(case["seed"])
     queries = torch.randn(2 * layers + 1, case["width"], generator=generator)
     queries = queries * case["query_norm"] / queries.norm(dim=-1, keepdim=True)
     queries = queries.to(torch.promote_types(dtype, torch.float32)) * case["width"] ** 0.5
-    groups = tuple(range(0, layers, group))
-    closing = set(range(layers)) if sublayers_kept_apart else set(groups)
-    eager, two_phase = EagerSources(queries, EPS), TwoPhaseSources(queries, EPS, groups, len(closing))
-    if not at_once:
-        two_phase.phase_1_bytes = 0
+    starts = tuple(range(layers)) if sublayers_kept_apart else tuple(range(0, layers, layers_a_block))
+    eager = EagerSources(queries, EPS)
+    two_phase = TwoPhaseSources(queries, EPS, starts, len(starts) * (1 + sublayers_kept_apart))
+    two_phase.phase_1_bytes = two_phase.tile_bytes = bytes_at_once
     read = DepthRead()
+
+    def close(value):
+        for sources in (eager, two_phase):
+            sources.close(value)
+
     for layer in range(layers):
-        if layer in closing:
-            eager.close(values[layer])
-            two_phase.close(values[layer])
+        if layer in starts:
+            close(values[layer])
         for site in (2 * layer, 2 * layer + 1):
-            sum_here = None if site == 2 * layer and layer in closing else running
-            found = read(sum_here, *two_phase.at(site))[0].to(dtype)
-            expected = read(sum_here, *eager.at(site), with_weights=True)[0].to(dtype)
+            sum_here = None if site == 2 * layer and layer in starts else running
+            found = read(sum_here, *two_phase.at(site), way="two_phase")[0].to(dtype)
+            expected = read(sum_here, *eager.at(site))[0].to(dtype)
             assert found.isfinite().all()
             roundings = max(1.0, case["query_norm"]) * (1e-14 if dtype == torch.float64 else 2e-6)
             assert relative_error(found, expected) <= 2 * TOLERANCE[dtype] + roundings, f"site {site}"
+        if sublayers_kept_apart:
+            close(values[layer] * 0.5)
 
 
 def test_zero_queries_read_the_mean():

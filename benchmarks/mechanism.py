@@ -1,0 +1,162 @@
+"""The residual mechanism alone, at the shapes of Kimi-Linear-48B: sublayers cost nothing, only what they read does.
+
+Every candidate walks the same sublayers' outputs, which are given, and makes the input of each. The peers' formulas are
+written here from their papers and descriptions.
+
+Shapes: T tokens, D hidden size, N sources.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch.nn import functional as F
+
+from modeling_attnres.attention_residuals import DepthRead, EagerSources, TwoPhaseSources, add_output
+
+from .measure import Found, compare, report
+
+
+EPS = 1e-5
+
+
+@dataclass
+class Case:
+    """The outputs of all sublayers of a model with depth attention, its queries and its blocks."""
+
+    tokens: int
+    dtype: torch.dtype
+    width: int = 2304
+    layers: int = 27
+    block_size: int = 3
+
+    def __post_init__(self):
+        generator = torch.Generator().manual_seed(0)
+
+        def random(*shape):
+            return torch.randn(*shape, generator=generator)
+
+        self.embedding = random(1, self.tokens, self.width).to(self.dtype)
+        few = [random(1, self.tokens, self.width).to(self.dtype) for _ in range(4)]
+        self.outputs = [few[site % 4] for site in range(2 * self.layers)]  # not all different: 4,096 tokens must fit
+        self.queries_SD = random(2 * self.layers + 1, self.width)
+        self.norm_D = torch.ones(self.width)
+
+    @property
+    def block_starts(self) -> tuple[int, ...]:
+        return tuple(range(0, self.layers, self.block_size))
+
+
+def standard(case: Case) -> torch.Tensor:
+    """h + f(h)."""
+    stream = case.embedding
+    for output in case.outputs:
+        stream = stream + output
+    return stream
+
+
+def ours(case: Case, sources, way: str) -> torch.Tensor:
+    """The loop of `AttnResModel` without its layers."""
+    read, running_sum = DepthRead(), case.embedding
+    for site, output in enumerate(case.outputs):
+        layer, is_mlp = divmod(site, 2)
+        if not is_mlp and layer in case.block_starts:
+            sources.close(running_sum)
+            running_sum = None
+        read(running_sum, *sources.at(site), way=way)[0].to(case.dtype)
+        running_sum = add_output(running_sum, output)
+    return read(running_sum, *sources.at(len(case.outputs)), way=way)[0].to(case.dtype)
+
+
+def ours_plain(case: Case) -> torch.Tensor:
+    return ours(case, EagerSources(case.queries_SD * case.width**0.5, EPS), way="plain")
+
+
+def ours_two_phase(case: Case) -> torch.Tensor:
+    sources = TwoPhaseSources(
+        case.queries_SD * case.width**0.5, EPS, case.block_starts, num_sources=len(case.block_starts)
+    )
+    return ours(case, sources, way="two_phase")
+
+
+def by_reads(case: Case, read: Callable) -> torch.Tensor:
+    """Block Attention Residuals by a function that is given all sources of a site, as the peers do."""
+    blocks, running_sum = [], case.embedding
+    for site, output in enumerate(case.outputs):
+        layer, is_mlp = divmod(site, 2)
+        opens_block = not is_mlp and layer in case.block_starts
+        if opens_block:
+            blocks.append(running_sum)
+        read(blocks if opens_block else [*blocks, running_sum], case.queries_SD[site], case.norm_D)
+        running_sum = output if opens_block else running_sum + output
+    return read([*blocks, running_sum], case.queries_SD[-1], case.norm_D)
+
+
+def pseudo_code_read(sources: list[torch.Tensor], query_D: torch.Tensor, norm_D: torch.Tensor) -> torch.Tensor:
+    """The paper's pseudo-code: stack the sources, normalise them, two einsums."""
+    values_NBTD = torch.stack(sources)
+    keys_NBTD = F.rms_norm(values_NBTD, norm_D.shape, norm_D.to(values_NBTD.dtype), EPS)
+    logits_NBT = torch.einsum("d,nbtd->nbt", query_D.to(keys_NBTD.dtype), keys_NBTD)
+    return torch.einsum("nbt,nbtd->btd", logits_NBT.softmax(0), values_NBTD)
+
+
+def concatenating_read(sources: list[torch.Tensor], query_D: torch.Tensor, norm_D: torch.Tensor) -> torch.Tensor:
+    """Concatenate the sources beside each token, upcast and normalise all of them, project, and sum."""
+    values_BTND = torch.cat([source.unsqueeze(2) for source in sources], dim=2)
+    wide_BTND = values_BTND.float()
+    keys_BTND = norm_D * (wide_BTND * torch.rsqrt(wide_BTND.square().mean(-1, keepdim=True) + EPS))
+    weights_BTN = (keys_BTND @ query_D).softmax(-1)
+    return (weights_BTN.unsqueeze(-1) * wide_BTND).sum(2).to(values_BTND.dtype)
+
+
+def sdpa_read(sources: list[torch.Tensor], query_D: torch.Tensor, norm_D: torch.Tensor) -> torch.Tensor:
+    """One query a token against its sources, by `scaled_dot_product_attention`; tokens are the batch."""
+    values_MND = torch.stack(sources, dim=2).flatten(0, 1)
+    keys_MND = F.rms_norm(values_MND, norm_D.shape, norm_D.to(values_MND.dtype), EPS)
+    queries_M1D = query_D.to(keys_MND.dtype).expand(len(keys_MND), 1, -1)
+    read_M1D = F.scaled_dot_product_attention(queries_M1D, keys_MND, values_MND, scale=1.0)
+    return read_M1D.view_as(sources[0])
+
+
+CANDIDATES = {
+    "the paper's pseudo-code": lambda case: by_reads(case, pseudo_code_read),
+    "ours, two-phase": ours_two_phase,
+    "ours, plain": ours_plain,
+    "concatenating": lambda case: by_reads(case, concatenating_read),
+    "sdpa": lambda case: by_reads(case, sdpa_read),
+    "standard residual": standard,
+}
+
+
+def runs_of(case: Case, names=CANDIDATES) -> dict:
+    return {name: lambda candidate=CANDIDATES[name]: candidate(case) for name in names}
+
+
+@torch.no_grad()
+def measure_mechanism(tokens: list[int], repeats: int, output: Path | None) -> None:
+    """All candidates at the 48B model's width, depth and blocks, fp32 and bf16."""
+    found: Found = {}
+    for count in tokens:
+        for dtype in (torch.float32, torch.bfloat16):
+            label = f"{count} token{'s' * (count > 1)}, {str(dtype).removeprefix('torch.')}"
+            turns = repeats * 10 if count <= 16 else repeats
+            found[label] = compare(runs_of(Case(count, dtype)), turns, label)
+    report("Reads of 54 sublayers, d = 2304, 9 blocks", found, output)
+
+
+@torch.no_grad()
+def measure_growth(repeats: int, output: Path | None) -> None:
+    """How the cost grows with tokens, layers, blocks and width: each varied by itself around a middle size."""
+    middle = {"tokens": 256, "layers": 24, "block_size": 3, "width": 1024}
+    varied = {"tokens": (64, 256, 1024), "layers": (12, 24, 48), "block_size": (1, 3, 12), "width": (512, 1024, 2048)}
+    names = ["standard residual", "ours, two-phase", "the paper's pseudo-code"]
+    found: Found = {}
+    for field, values in varied.items():
+        for value in values:
+            case = Case(dtype=torch.float32, **middle | {field: value})
+            label = f"{field.replace('_', ' ')} {value}" + f" ({len(case.block_starts)} blocks)" * (
+                field == "block_size"
+            )
+            found[label] = compare(runs_of(case, names), repeats, label)
+    report("How the cost grows, around 256 tokens, 24 layers in 8 blocks, d = 1024", found, output)
