@@ -20,8 +20,8 @@ from conversion.port import Blocks, port
 from conversion.upcycle import upcycle
 from conversion.verify import TOLERANCE
 from conversion.writing import copy_code
+from training.pictures import draw_depth_weights
 
-from .picture import draw_depth_weights
 from .weights import CHECKPOINTS, smollm2
 
 

@@ -96,8 +96,14 @@ def test_two_interleaved_generations(family, mode):
 
 
 @pytest.mark.slow
-def test_compiled_decoding_with_a_static_cache():
+@pytest.mark.parametrize("compile_mode", ["default", "reduce-overhead"])
+def test_compiled_decoding_with_a_static_cache(compile_mode):
+    """One graph for the prompt and one for a decoded token: no step compiles again."""
     model, ids = FAMILIES[0].causal_lm(num_hidden_layers=3, attn_res_block_size=2), tokens(length=10)
     expected = generate(model, ids, **GREEDY)
-    model.forward = torch.compile(model.forward, fullgraph=True)
+    torch.compiler.reset()
+    torch._dynamo.utils.counters.clear()
+    model.forward = torch.compile(model.forward, fullgraph=True, mode=compile_mode)
     assert torch.equal(generate(model, ids, cache_implementation="static", disable_compile=True, **GREEDY), expected)
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] <= 3
+    assert torch._dynamo.utils.counters["frames"]["total"] <= 3

@@ -57,7 +57,8 @@ def test_oracle_with_cached_decoding(family, layout, dtype):
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=["fp32", "bf16"])
-def test_two_phase_and_eager_read_the_same(family, layout, dtype):
+@pytest.mark.parametrize(("batch", "length"), [(1, 1), (2, 20), (1, 250)], ids=["T=1", "batch", "long"])
+def test_two_phase_and_eager_read_the_same(family, layout, dtype, batch, length):
     """The implementation is chosen like attention's: at load, or later, and is no part of the checkpoint."""
     model = family.causal_lm(dtype=dtype, **layout)
     assert model.config.attn_res_implementation == "two_phase"
@@ -65,12 +66,24 @@ def test_two_phase_and_eager_read_the_same(family, layout, dtype):
     for implementation in ("two_phase", "eager"):
         model.config.attn_res_implementation = implementation
         with torch.no_grad(), Recorder(model.model) as record:
-            model(tokens(length=20))
+            model(tokens(batch, length))
         inputs.append(record.inputs)
     # later sites also differ by what their sublayers made of the difference
     assert relative_error(inputs[0][1], inputs[1][1]) <= TOLERANCE[dtype]
     if dtype == torch.float32:
         assert relative_error(inputs[0][12], inputs[1][12]) <= 1e-4
+
+
+def test_reused_buffers_leave_what_was_returned(family, layout):
+    """Phase 1 writes where it wrote before: nothing a step returned changes with the steps after it."""
+    model = family.causal_lm(**layout)
+    cache, ids = DynamicCache(config=model.config), tokens(length=9)
+    kept = []
+    with torch.no_grad():
+        for piece in ids.split([6, 1, 1, 1], dim=1):
+            outputs = model(piece, cache=cache, use_cache=True, output_hidden_states=True)
+            kept += [(tensor, tensor.clone()) for tensor in (outputs.logits, *outputs.hidden_states)]
+    assert all(torch.equal(tensor, before) for tensor, before in kept)
 
 
 def test_the_implementation_is_set_at_load_and_not_saved(tmp_path):
@@ -247,8 +260,9 @@ def test_tied_embeddings(mode, tmp_path):
     torch.testing.assert_close(again(tokens()).logits, model(tokens()).logits)
 
 
-def test_padding_changes_nothing_for_real_tokens(family, layout):
-    model = family.causal_lm(**layout)
+@pytest.mark.parametrize("with_gradients", [False, True])
+def test_padding_changes_nothing_for_real_tokens(family, layout, with_gradients):
+    model = family.causal_lm(**layout).requires_grad_(with_gradients)
     ids = tokens(batch=1, length=12)
     alone = model(ids).logits
     padding, other = torch.zeros(1, 5, dtype=torch.long), tokens(batch=1, length=17, seed=9)
@@ -260,7 +274,8 @@ def test_padding_changes_nothing_for_real_tokens(family, layout):
         mask[0] = 0
         mask[0, real] = 1
         positions = (mask.cumsum(-1) - 1).clamp(min=0)
-        padded = model(batch, attention_mask=mask, position_ids=positions).logits[:1, real]
+        with torch.set_grad_enabled(with_gradients):
+            padded = model(batch, attention_mask=mask, position_ids=positions).logits[:1, real]
         torch.testing.assert_close(padded, alone, rtol=1e-4, atol=1e-4)
 
 
@@ -295,6 +310,52 @@ def test_gradient_checkpointing_changes_no_gradient(family, layout, reentrant):
     assert len(calls) == 2  # the pass and its recomputation
     for name, gradient in expected.items():
         assert relative_error(found[name], gradient) <= 1e-5 or not gradient.any(), name
+
+
+def test_lean_reads_give_the_gradients_of_plain_ones(family, layout):
+    model = family.causal_lm(**layout).train()
+    found = gradients(model, tokens())
+    model.config.attn_res_implementation = "eager"
+    for name, gradient in gradients(model, tokens()).items():
+        assert relative_error(found[name], gradient) <= 1e-4 or not gradient.any(), name
+
+
+def test_second_order_gradients():
+    """Refused with the way out, which works."""
+    model = FAMILIES[0].causal_lm(num_hidden_layers=2, attn_implementation="eager").train()
+
+    def gradient_of_gradient():
+        query = model.model.attn_res.mlp_query
+        (gradient,) = torch.autograd.grad(model(tokens(), labels=tokens()).loss, query, create_graph=True)
+        return torch.autograd.grad(gradient.square().sum(), query)[0]
+
+    with pytest.raises(RuntimeError, match="attn_res_implementation = 'eager'"):
+        gradient_of_gradient()
+    model.config.attn_res_implementation = "eager"
+    assert gradient_of_gradient().abs().max() > 0
+
+
+def test_a_checkpointed_layer_keeps_its_running_sum_only(layout):
+    """And block sums once: what is saved for layers is a running sum each, and the closed blocks among them."""
+    model = FAMILIES[0].causal_lm(num_hidden_layers=8, **layout).train()
+    model.gradient_checkpointing_enable({"use_reentrant": True})
+    ids, saved = tokens(batch=1, length=64), {}
+    embeddings = model.get_input_embeddings()(ids).detach().requires_grad_()
+    parameters = {parameter.data_ptr() for parameter in model.parameters()}
+
+    def keep(tensor):
+        if tensor.numel() >= embeddings.numel() and tensor.shape[-1] == embeddings.shape[-1]:
+            saved.setdefault(tensor.untyped_storage().data_ptr(), tensor)
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        last = model.model(inputs_embeds=embeddings, use_cache=False).last_hidden_state
+    of_layers = [tensor for pointer, tensor in saved.items() if pointer not in parameters]
+    last.sum().backward()
+    layers = model.config.num_hidden_layers
+    sources = 2 * layers + 1 if model.config.attn_res_mode == "full" else layers + 1
+    of_the_output = 4  # its read and the final norm, outside of any layer
+    assert layers <= len(of_layers) <= sources + of_the_output
 
 
 def test_a_pass_changes_nothing_it_received(family, mode):

@@ -1,0 +1,315 @@
+"""Fine-tuning through the command line, and what PEFT makes of the result."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from peft import AutoPeftModelForCausalLM, LoraConfig, PeftModel, get_peft_model
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+from typer.testing import CliRunner
+
+from tests.families import BY_NAME, FAMILIES, tokens
+from tests.oracle import relative_error
+from training.__main__ import app
+from training.data import DataError
+from training.finetune import TrainingError, finetune, last_complete_checkpoint
+
+
+ROOT = Path(__file__).parents[2]
+QUICK = {
+    "max_steps": 3,
+    "per_device_train_batch_size": 4,
+    "learning_rate": 1e-3,
+    "logging_steps": 1,
+    "lr_scheduler_type": "constant",
+    "disable_tqdm": True,
+    "save_strategy": "no",
+    "use_cpu": True,
+}
+
+
+def command(model, data, output, *flags, **arguments):
+    options = QUICK | arguments
+    given = [part for name, value in options.items() for part in (f"--{name}", str(value))]
+    start = ["finetune", "--model", str(model), "--data", str(data), "--output", str(output), "--length", "32"]
+    return [*start, "--depth-lr", "1e-3", *flags, *given]
+
+
+def run(*args, **kwargs):
+    """Run the command in this process; errors come through."""
+    result = CliRunner().invoke(app, command(*args, **kwargs), catch_exceptions=False, standalone_mode=False)
+    assert result.exit_code == 0, result.output
+    return json.loads((Path(args[2]) / "result.json").read_text())
+
+
+def losses(result):
+    return [entry["loss"] for entry in result["log"] if "loss" in entry]
+
+
+def saved(output):
+    return load_file(output / "adapter/adapter_model.safetensors")
+
+
+def check_all_moved(output):
+    """Every tensor that starts at a known value has left it: LoRA's B at zero, queries and key norms random before."""
+    names = saved(output)
+    assert any("attn_res" in name for name in names)
+    for name, value in names.items():
+        assert value.isfinite().all(), name
+        assert value.any(), name
+
+
+@pytest.mark.parametrize("lora", ["all-linear", "attention", "experts", "none"])
+def test_finetuning_trains_and_saves_what_was_asked(lora, family, save_model, text_file, tmp_path):
+    if lora == "experts" and family.name == "Llama":
+        pytest.skip("no experts")
+    flags = ["--no-packed"] if family.name == "KimiLinear" else []
+    model = save_model(family.name)
+    result = run(model, text_file, tmp_path / "out", "--lora", lora, *flags)
+    assert result["steps"] == 3
+    assert result["held_out_loss"]["after"] != result["held_out_loss"]["before"]
+    check_all_moved(tmp_path / "out")
+    names = saved(tmp_path / "out")
+    depth = {name for name in names if ".attn_res." in name}
+    assert len(depth) == 6
+    assert all("lora_" in name for name in set(names) - depth)
+    assert {
+        "all-linear": any(".self_attn." in name for name in names),
+        "attention": all(".self_attn." in name for name in set(names) - depth),
+        "experts": all(".experts." in name for name in set(names) - depth),
+        "none": not set(names) - depth,
+    }[lora]
+    assert lora == "none" or set(names) - depth
+
+
+def test_depth_parameters_have_their_own_learning_rate_and_no_decay(save_model, text_file, tmp_path):
+    model = save_model()
+    run(model, text_file, tmp_path / "still", "--depth-lr", "0", weight_decay=0.5)
+    run(model, text_file, tmp_path / "moved", weight_decay=0.5)
+    before = AutoModelForCausalLM.from_pretrained(model).model.attn_res.state_dict()
+    for name, value in before.items():
+        key = next(key for key in saved(tmp_path / "still") if key.endswith(f"attn_res.{name}"))
+        assert torch.equal(saved(tmp_path / "still")[key], value)
+        moved = (saved(tmp_path / "moved")[key] - value).abs()
+        assert 0 < moved.max() <= 3.1e-3  # three steps of Adam at 1e-3
+
+
+def test_no_depth_and_control_leave_depth_out(save_model, text_file, tmp_path):
+    model = save_model()
+    for flag in ("--no-depth", "--control"):
+        run(model, text_file, tmp_path / flag, flag)
+        assert not any("attn_res" in name for name in saved(tmp_path / flag))
+
+
+@pytest.mark.parametrize("flag", ["--dora", "--rslora"])
+def test_variants_of_lora(flag, save_model, text_file, tmp_path):
+    result = run(save_model(), text_file, tmp_path / "out", flag)
+    assert result["held_out_loss"]["after"] != result["held_out_loss"]["before"]
+    check_all_moved(tmp_path / "out")
+    assert any("lora_magnitude" in name for name in saved(tmp_path / "out")) == (flag == "--dora")
+
+
+@pytest.mark.parametrize("bits", ["4bit", "8bit"])
+def test_quantised_base(bits, save_model, text_file, tmp_path):
+    """The frozen linear maps are quantised, the depth parameters are not, and both kinds of adapter learn."""
+    result = run(
+        save_model(hidden_size=64, intermediate_size=64), text_file, tmp_path / "out", "--quantise", bits
+    )
+    assert result["held_out_loss"]["after"] != result["held_out_loss"]["before"]
+    check_all_moved(tmp_path / "out")
+    assert {value.dtype for name, value in saved(tmp_path / "out").items() if "attn_res" in name} == {torch.float32}
+
+
+def test_bf16(save_model, text_file, tmp_path):
+    result = run(save_model(), text_file, tmp_path / "out", bf16=True)
+    assert result["held_out_loss"]["after"] != result["held_out_loss"]["before"]
+    check_all_moved(tmp_path / "out")
+    assert {value.dtype for value in saved(tmp_path / "out").values()} == {torch.float32}
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_gradient_checkpointing_changes_no_loss(reentrant, save_model, text_file, tmp_path):
+    model = save_model()
+    expected = run(model, text_file, tmp_path / "plain")
+    kwargs = json.dumps({"use_reentrant": reentrant})
+    found = run(model, text_file, tmp_path / "out", gradient_checkpointing=True, gradient_checkpointing_kwargs=kwargs)
+    assert losses(found) == pytest.approx(losses(expected), rel=1e-5)
+
+
+def test_an_interrupted_run_resumes_to_the_same_losses(save_model, text_file, tmp_path):
+    model, saving = save_model(), {"save_strategy": "steps", "save_steps": 2}
+    expected = run(model, text_file, tmp_path / "whole", max_steps=5, **saving)
+    output = tmp_path / "out"
+    run(model, text_file, output, max_steps=3, **saving)
+    for done in ("adapter", "result.json"):
+        os.rename(output / done, tmp_path / f"before-{done}")
+    (output / "checkpoint-3/complete").unlink()  # a kill while the newest was written
+    (output / "checkpoint-3/trainer_state.json").unlink()
+    assert last_complete_checkpoint(output).name == "checkpoint-2"
+    found = run(model, text_file, output, "--resume", max_steps=5, **saving)
+    assert losses(found) == pytest.approx(losses(expected), rel=1e-6)
+    assert found["held_out_loss"]["after"] == pytest.approx(expected["held_out_loss"]["after"], rel=1e-6)
+    for name, value in saved(tmp_path / "whole").items():
+        torch.testing.assert_close(saved(output)[name], value, rtol=1e-6, atol=1e-7)
+
+
+def test_what_cannot_work_is_refused_before_a_model_is_loaded(save_model, text_file, tmp_path, monkeypatch):
+    model = save_model()
+    monkeypatch.setattr("training.finetune.load_model", lambda *_: pytest.fail("a model was loaded"))
+
+    def refused(
+        message, *flags, error=TrainingError, model=model, data=text_file, output=tmp_path / "out", **arguments
+    ):
+        with pytest.raises(error, match=message):
+            run(model, data, output, *flags, **arguments)
+
+    base = tmp_path / "base"
+    BY_NAME["Llama"].base_causal_lm().save_pretrained(base)
+    refused("is a 'llama', without Attention Residuals. Port it first: python -m conversion port", model=base)
+    refused("--held-out must lie between 0 and 1, got 1.0", "--held-out", "1")
+    refused("--length must be at least 2", "--length", "1")
+    refused("no complete checkpoint in", "--resume")
+    refused("--depth: a model with standard residuals", "--control", "--depth")
+    refused("no Attention|Use --no-packed", model=save_model("KimiLinear"))
+    empty = tmp_path / "empty.txt"
+    empty.write_text("")
+    refused("empty.txt is empty", data=empty, error=DataError)
+    short = tmp_path / "short.txt"
+    short.write_text("w1")
+    refused("1 rows to train on and 0 held out", data=short, error=DataError)
+    (tmp_path / "done/adapter").mkdir(parents=True)
+    refused("this run is finished", output=tmp_path / "done")
+    (tmp_path / "begun/checkpoint-3").mkdir(parents=True)
+    refused("holds checkpoints. Continue with --resume", output=tmp_path / "begun")
+
+
+def test_nothing_to_train_is_refused(save_model, text_file, tmp_path):
+    model = save_model()
+    with pytest.raises(TrainingError, match="leaves nothing to train"):
+        run(model, text_file, tmp_path / "out", "--lora", "none", "--no-depth")
+    with pytest.raises(TrainingError, match="has no experts"):
+        run(model, text_file, tmp_path / "out", "--lora", "experts")
+
+
+def test_the_command_reports_errors_without_a_traceback(save_model, tmp_path):
+    (tmp_path / "bad.jsonl").write_text('{"text": "w1"}\n{')
+    args = command(save_model(), tmp_path / "bad.jsonl", tmp_path / "out")
+    done = subprocess.run([sys.executable, "-m", "training", *args], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 1
+    assert done.stderr.splitlines()[-1].startswith(f"error: {tmp_path / 'bad.jsonl'}, line 2: no JSON")
+    assert "Traceback" not in done.stderr
+
+
+# ------------------------------------------------------------------------------------------------- adapters with PEFT
+
+
+def adapted(family, seed=0, **fields):
+    """A model with a LoRA whose every tensor is random, depth parameters included."""
+    model = family.causal_lm()
+    torch.manual_seed(seed)
+    config = LoraConfig(r=4, target_modules="all-linear", modules_to_save=["attn_res"], task_type="CAUSAL_LM", **fields)
+    model = get_peft_model(model, config)
+    randomise(model, seed)
+    return model.eval()
+
+
+def randomise(model, seed):
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                parameter.add_(torch.randn(parameter.shape, generator=generator) * 0.1)
+
+
+def logits(model):
+    with torch.no_grad():
+        return model(tokens()).logits
+
+
+def test_all_linear_touches_no_depth_parameter(family):
+    model = family.causal_lm()
+    adapter = get_peft_model(model, LoraConfig(target_modules="all-linear", task_type="CAUSAL_LM"))
+    names = [name for name, parameter in adapter.named_parameters() if parameter.requires_grad]
+    assert names
+    assert not any("attn_res" in name for name in names)
+
+
+def test_merging_changes_nothing(family):
+    model = adapted(family)
+    expected = logits(model)
+    assert relative_error(logits(model.merge_and_unload()), expected) <= 1e-5
+
+
+def test_disabling_the_adapter_gives_the_base_back(family):
+    expected = logits(family.causal_lm())
+    model = adapted(family)
+    assert relative_error(logits(model), expected) > 1e-2
+    with model.disable_adapter():
+        assert torch.equal(logits(model), expected)
+
+
+def test_two_adapters_switch_cleanly(family):
+    model = adapted(family, seed=0)
+    first = logits(model)
+    config = LoraConfig(r=2, target_modules=["o_proj"], modules_to_save=["attn_res"], task_type="CAUSAL_LM")
+    model.add_adapter("second", config)
+    model.set_adapter("second")
+    randomise(model, 5)
+    second = logits(model)
+    assert relative_error(second, first) > 1e-2
+    for name, expected in (("default", first), ("second", second), ("default", first)):
+        model.set_adapter(name)
+        assert torch.equal(logits(model), expected)
+
+
+@pytest.mark.parametrize("family", [FAMILIES[0], FAMILIES[3]], ids=lambda family: family.name)
+def test_an_adapter_loads_in_a_fresh_process_with_remote_code(family, save_model, text_file, tmp_path, run_isolated):
+    model = save_model(family.name)
+    run(model, text_file, tmp_path / "out")
+    code = f"""
+import torch
+from peft import AutoPeftModelForCausalLM
+model = AutoPeftModelForCausalLM.from_pretrained({str(tmp_path / "out/adapter")!r}, trust_remote_code=True).eval()
+with torch.no_grad():
+    torch.save(model(torch.arange(3, 40)[None]).logits, 'logits.pt')
+"""
+    run_isolated(code)
+    here = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(model), tmp_path / "out/adapter").eval()
+    with torch.no_grad():
+        expected = here(torch.arange(3, 40)[None]).logits
+    assert relative_error(torch.load(tmp_path / "logits.pt"), expected) <= 1e-6
+
+
+def test_merge_writes_a_checkpoint_that_needs_no_peft(save_model, text_file, tmp_path, monkeypatch):
+    run(save_model(), text_file, tmp_path / "out")
+    merged = tmp_path / "merged"
+    result = CliRunner().invoke(app, ["merge", str(tmp_path / "out/adapter"), str(merged)], catch_exceptions=False)
+    assert result.exit_code == 0
+    expected = logits(AutoPeftModelForCausalLM.from_pretrained(tmp_path / "out/adapter").eval())
+    assert relative_error(logits(AutoModelForCausalLM.from_pretrained(merged).eval()), expected) <= 1e-5
+    assert (merged / "modeling_attnres.py").exists()
+    assert (merged / "tokenizer.json").exists()
+
+
+def test_the_same_seed_gives_the_same_run(save_model, text_file, tmp_path):
+    model = save_model()
+    first, second, other = (
+        losses(run(model, text_file, tmp_path / name, seed=seed)) for name, seed in (("a", 3), ("b", 3), ("c", 4))
+    )
+    assert first == second
+    assert first != other
+
+
+def test_finetune_is_a_function_too(save_model, text_file, tmp_path):
+    from transformers import TrainingArguments
+
+    from training.finetune import Recipe
+
+    arguments = TrainingArguments(tmp_path / "out", report_to="none", remove_unused_columns=False, **QUICK)
+    result = finetune(Recipe(str(save_model()), [text_file], length=32), arguments, resume=False)
+    assert result["steps"] == 3

@@ -1,0 +1,89 @@
+"""Numbers of what depth attention does: entropy, reach, the mixing matrix and its rank.
+
+Shapes: S sites, N sources of a site, U sublayers' outputs and the embedding (U = S).
+"""
+
+from dataclasses import dataclass
+from itertools import pairwise
+
+import torch
+
+
+def mean_depth_weights(
+    model, input_ids: torch.Tensor, attention_mask: torch.Tensor | None = None
+) -> list[torch.Tensor]:
+    """The depth weights of every site `[N]`, in order, averaged over all tokens that are not padding, in float64."""
+    with torch.no_grad():
+        outputs = model(
+            input_ids=input_ids, attention_mask=attention_mask, output_depth_attentions=True, use_cache=False
+        )
+    real = slice(None) if attention_mask is None else attention_mask.bool()
+    return [weights_BTN[real].double().flatten(0, -2).mean(0).cpu() for weights_BTN in outputs.depth_attentions]
+
+
+def sources_of_site(config, site: int) -> list[range]:
+    """For each source of a site, the sublayers' outputs it sums: 0 is the embedding, u > 0 sublayer u - 1's output."""
+    if config.attn_res_mode == "full":
+        return [range(u, u + 1) for u in range(site + 1)]
+    starts = [0, *(2 * layer + 1 for layer in config.attn_res_block_starts), 2 * config.num_hidden_layers + 1]
+    blocks = [range(begin, min(end, site + 1)) for begin, end in pairwise(starts)]
+    return [block for block in blocks if len(block)]
+
+
+@dataclass
+class SiteStatistics:
+    """Of one site: `entropy` in units of its largest possible, `reach` in sublayers back, `largest` weight."""
+
+    entropy: float
+    reach: float
+    largest: float
+
+
+def site_statistics(config, weights: list[torch.Tensor]) -> list[SiteStatistics]:
+    """Statistics of every site from its mean weights.
+
+    Reach is the mean distance back, in sublayers: to the newest output in each source, so 1 is the sublayer before.
+    A site with one source has entropy 1: it has no choice to lose.
+    """
+    found = []
+    for site, weights_N in enumerate(weights):
+        distances_N = torch.tensor(
+            [site + 1 - source[-1] for source in sources_of_site(config, site)], dtype=torch.float64
+        )
+        entropy = -torch.special.xlogy(weights_N, weights_N).sum()
+        most = torch.tensor(len(weights_N), dtype=torch.float64).log()
+        found.append(
+            SiteStatistics(
+                entropy=(entropy / most).item() if len(weights_N) > 1 else 1.0,
+                reach=(weights_N * distances_N).sum().item(),
+                largest=weights_N.max().item(),
+            )
+        )
+    return found
+
+
+def mixing_matrix(config, weights: list[torch.Tensor]) -> torch.Tensor:
+    """The depth mixing matrix `[S, U]` (paper, section 6.2): how much of each output every site's input holds.
+
+    Lower triangular; a block's outputs share the block's weight. Standard residuals are all ones below the diagonal.
+    """
+    matrix_SU = torch.zeros(len(weights), len(weights), dtype=torch.float64)
+    for site, weights_N in enumerate(weights):
+        for weight, source in zip(weights_N, sources_of_site(config, site), strict=True):
+            matrix_SU[site, source.start : source.stop] = weight
+    return matrix_SU
+
+
+def semiseparable_rank(matrix_SU: torch.Tensor, share: float = 0.99) -> tuple[int, float]:
+    """The semiseparable rank of a lower triangular matrix, and its effective one.
+
+    The rank is the largest of any block below the diagonal, `matrix[j:, :j + 1]`: 1 for standard residuals. The
+    effective one counts, in the same blocks, the singular values that hold `share` of the squared norm, on average.
+    """
+    ranks, effective = [], []
+    for j in range(len(matrix_SU)):
+        values = torch.linalg.svdvals(matrix_SU[j:, : j + 1])
+        ranks.append(int((values > values[0] * 1e-6).sum()))
+        held = values.square().cumsum(0) / values.square().sum()
+        effective.append(int((held < share).sum()) + 1)
+    return max(ranks), sum(effective) / len(effective)

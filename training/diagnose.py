@@ -1,0 +1,120 @@
+"""The paper's figures for any checkpoint: what its depth attention reads, and what that does to magnitudes."""
+
+import json
+from pathlib import Path
+
+import torch
+from peft import PeftModel
+from rich.console import Console
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+
+import modeling_attnres  # noqa: F401 (registers the model types with the Auto classes)
+from conversion.files import complete_or_absent
+from conversion.text import read_text
+
+from .depth import mean_depth_weights, mixing_matrix, semiseparable_rank, site_statistics
+from .finetune import TrainingError
+from .pictures import draw_by_layer, draw_depth_weights, draw_mixing_matrix, draw_sites
+
+
+def diagnose(
+    path: str, output: Path, text: Path | None, adapter: Path | None, against: str | None, tokens: int
+) -> dict:
+    """Write `diagnosis.json` and pictures to a folder that appears when they are complete; returns the diagnosis.
+
+    Raises:
+        TrainingError: the model has no depth attention. CheckpointError: the text cannot be read, or the folder exists.
+    """
+    content, called = read_text(text)
+    if output.exists() and any(output.iterdir()):
+        raise TrainingError(f"{output} exists and is not empty.")
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+    config = model.config
+    if getattr(config, "attn_res_mode", "none") == "none":
+        raise TrainingError(f"{path} ({config.model_type}) has no depth attention to diagnose.")
+    if adapter is not None:
+        model = PeftModel.from_pretrained(model, adapter).merge_and_unload()
+    ids = AutoTokenizer.from_pretrained(path)(content, return_tensors="pt", verbose=False)["input_ids"][:, :tokens]
+
+    weights = mean_depth_weights(model.eval(), ids)
+    statistics = site_statistics(config, weights)
+    matrix_SU = mixing_matrix(config, weights)
+    rank, effective = semiseparable_rank(matrix_SU)
+    # with standard residuals, weights shared where the second model is this one
+    if against is None:
+        second_name, second = "standard residuals", standard_residuals(model)
+    else:
+        second_name, second = against, AutoModelForCausalLM.from_pretrained(against, dtype=torch.float32)
+    curves = {path: layer_curves(model, ids), second_name: layer_curves(second, ids)}
+    quantities = {
+        quantity: {name: of_model[quantity] for name, of_model in curves.items()}
+        for quantity in ("output magnitude", "gradient norm")
+    }
+    found = {
+        "model": path,
+        "adapter": None if adapter is None else str(adapter),
+        "text": called,
+        "tokens": ids.shape[1],
+        "weights": [one.tolist() for one in weights],
+        "entropy": [one.entropy for one in statistics],
+        "reach": [one.reach for one in statistics],
+        "by layer": quantities,
+        "mixing matrix": matrix_SU.tolist(),
+        "semiseparable rank": {"exact": rank, "effective": effective},
+    }
+    caption = f"{path}{'' if adapter is None else f' + {adapter}'}, {ids.shape[1]} tokens of {called}"
+    with complete_or_absent(output) as folder:
+        (folder / "diagnosis.json").write_text(json.dumps(found, indent=1) + "\n")
+        draw_depth_weights(found["weights"], folder / "depth_weights.png", caption)
+        draw_by_layer(quantities, folder / "by_layer.png", caption)
+        draw_sites(
+            {"entropy, of the largest possible": found["entropy"], "reach, in sublayers back": found["reach"]},
+            folder / "sites.png",
+            caption,
+        )
+        draw_mixing_matrix(
+            found["mixing matrix"],
+            folder / "mixing_matrix.png",
+            f"semiseparable rank {rank}, effective {effective:.1f}",
+        )
+    Console().print(
+        f"{output}: entropy {sum(found['entropy']) / len(statistics):.3f} of the largest possible, reach "
+        f"{sum(found['reach']) / len(statistics):.1f} sublayers, semiseparable rank {rank} (effective {effective:.1f})"
+    )
+    return found
+
+
+def standard_residuals(model: PreTrainedModel) -> PreTrainedModel:
+    """The same weights with standard residuals."""
+    config = type(model.config)(**model.config.to_dict() | {"attn_res_mode": "none"})
+    control = type(model)(config)
+    shared = {name: tensor for name, tensor in model.state_dict().items() if ".attn_res." not in name}
+    control.load_state_dict(shared)
+    return control
+
+
+def layer_curves(model: PreTrainedModel, ids: torch.Tensor) -> dict[str, list[float]]:
+    """For each decoder layer (paper, figure 5): the size of what it returns, and of the loss's gradient there.
+
+    Magnitude is the root mean square of the layer's output (with Block, its block's running sum; with standard
+    residuals, the stream); the gradient's norm is over all tokens.
+    """
+    outputs = []
+
+    def keep(module, args, output):
+        hidden = output[0] if isinstance(output, tuple) else output
+        hidden.retain_grad()
+        outputs.append(hidden)
+
+    model.eval().requires_grad_(True)
+    handles = [layer.register_forward_hook(keep) for layer in model.model.layers]
+    try:
+        model(ids, labels=ids, use_cache=False).loss.backward()
+    finally:
+        for handle in handles:
+            handle.remove()
+        model.zero_grad(set_to_none=True)
+    return {
+        "output magnitude": [hidden.detach().float().square().mean().sqrt().item() for hidden in outputs],
+        "gradient norm": [hidden.grad.float().norm().item() for hidden in outputs],
+    }

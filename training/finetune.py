@@ -1,0 +1,311 @@
+"""Fine-tuning: PEFT on top of transformers' Trainer, the depth queries trained in full beside LoRA."""
+
+import json
+import math
+import shutil
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from peft import LoraConfig, PeftModel, get_peft_model, prepare_model_for_kbit_training
+from peft.utils.constants import DUMMY_TARGET_MODULES
+from torch import nn
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    BitsAndBytesConfig,
+    PreTrainedModel,
+    Trainer,
+    TrainerCallback,
+    TrainingArguments,
+    set_seed,
+)
+
+import modeling_attnres  # noqa: F401 (registers the model types with the Auto classes)
+from conversion.files import complete_or_absent
+
+from .data import Collator, DataError, hold_out, make_rows, read_documents
+from .monitor import DepthMonitor
+
+
+COMPLETE = "complete"  # the file that a checkpoint gets last
+
+
+class TrainingError(ValueError):
+    """A setting that cannot work; the message says which, what was found and what was expected."""
+
+
+@dataclass
+class Recipe:
+    """What to train on what; how long, how fast and where is said by transformers' `TrainingArguments`.
+
+    Args:
+        model: a local folder or hub id of a model with Attention Residuals.
+        data: files, see `training.data`.
+        lora: `"all-linear"`, `"attention"`, `"experts"` or `"none"`.
+        depth: train the depth parameters in full; `None`: where the model has any.
+        depth_lr: their learning rate; weight decay never applies to them.
+        control: load the model with standard residuals (`attn_res_mode="none"`).
+        quantise: `"4bit"` or `"8bit"` for the frozen weights, with bitsandbytes.
+    """
+
+    model: str
+    data: Sequence[Path]
+    lora: str = "all-linear"
+    rank: int = 16
+    alpha: int = 32
+    dora: bool = False
+    rslora: bool = False
+    depth: bool | None = None
+    depth_lr: float = 1e-2
+    length: int = 512
+    packed: bool = True
+    held_out: float = 0.05
+    control: bool = False
+    quantise: str | None = None
+
+
+class DepthTrainer(Trainer):
+    """Trainer with a group of its own for the depth parameters, and checkpoints that say when they are complete."""
+
+    def __init__(self, *args, depth_lr: float, **kwargs):
+        super().__init__(*args, **kwargs)
+        self.depth_lr = depth_lr
+
+    def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
+        created = self.optimizer is None
+        optimizer = super().create_optimizer(model)
+        if created:
+            named = (self.model if model is None else model).named_parameters()
+            depth = {
+                id(parameter): parameter for name, parameter in named if is_depth(name) and parameter.requires_grad
+            }
+            for group in optimizer.param_groups:
+                group["params"] = [parameter for parameter in group["params"] if id(parameter) not in depth]
+            if depth:
+                optimizer.add_param_group({"params": list(depth.values()), "lr": self.depth_lr, "weight_decay": 0.0})
+            optimizer.param_groups[:] = [group for group in optimizer.param_groups if group["params"]]
+        return optimizer
+
+
+class MarkComplete(TrainerCallback):
+    """Trainer writes a checkpoint file by file under its final name: this one comes last, and resuming asks for it."""
+
+    def on_save(self, args, state, control, **kwargs):
+        if args.should_save:
+            (Path(args.output_dir) / f"checkpoint-{state.global_step}" / COMPLETE).touch()
+
+
+def is_depth(name: str) -> bool:
+    return ".attn_res." in f".{name}"
+
+
+def last_complete_checkpoint(output: Path) -> Path | None:
+    """The newest checkpoint that was written to its end; what a kill left half done is not considered."""
+    found = [path.parent for path in output.glob(f"checkpoint-*/{COMPLETE}")]
+    return max(found, key=lambda path: int(path.name.rsplit("-", 1)[1]), default=None)
+
+
+def load_model(recipe: Recipe, config, dtype: torch.dtype) -> PreTrainedModel:
+    """The model to be fine-tuned, frozen weights quantised if asked."""
+    kwargs = {}
+    if recipe.control:
+        config.attn_res_mode = "none"
+    if recipe.quantise is not None:
+        kwargs["quantization_config"] = BitsAndBytesConfig(
+            load_in_4bit=recipe.quantise == "4bit",
+            load_in_8bit=recipe.quantise == "8bit",
+            bnb_4bit_quant_type="nf4",
+            bnb_4bit_compute_dtype=torch.bfloat16,
+        )
+    model = AutoModelForCausalLM.from_pretrained(recipe.model, config=config, dtype=dtype, **kwargs)
+    model.config.use_cache = False
+    return model
+
+
+def lora_config(recipe: Recipe, model: PreTrainedModel) -> LoraConfig:
+    """What PEFT trains of this model.
+
+    Raises:
+        TrainingError: there is nothing to train, or no experts to adapt.
+    """
+    depth = has_depth(recipe, model.config)
+    targets, parameters = {
+        "all-linear": ("all-linear", None),
+        "attention": (_linear_layers_of_attention(model), None),
+        "experts": ([], _expert_parameters(model)),
+        "none": (DUMMY_TARGET_MODULES, None),
+    }[recipe.lora]
+    if recipe.lora == "experts" and not parameters:
+        raise TrainingError(f"--lora experts: {recipe.model} ({model.config.model_type}) has no experts.")
+    if recipe.lora == "none" and not depth:
+        raise TrainingError("--lora none without depth parameters leaves nothing to train.")
+    return LoraConfig(
+        task_type="CAUSAL_LM",
+        r=recipe.rank,
+        lora_alpha=recipe.alpha,
+        target_modules=targets,
+        target_parameters=parameters,
+        modules_to_save=["attn_res"] if depth else None,
+        use_dora=recipe.dora,
+        use_rslora=recipe.rslora,
+    )
+
+
+def has_depth(recipe: Recipe, config) -> bool:
+    """Whether depth parameters are trained."""
+    exists = not recipe.control and config.attn_res_mode != "none"
+    if recipe.depth and not exists:
+        raise TrainingError("--depth: a model with standard residuals has no depth parameters to train.")
+    return exists if recipe.depth is None else recipe.depth
+
+
+def _linear_layers_of_attention(model: PreTrainedModel) -> list[str]:
+    names = {
+        name.rsplit(".", 1)[-1]
+        for name, module in model.named_modules()
+        if ".self_attn." in name and isinstance(module, nn.Linear)
+    }
+    elsewhere = {
+        name.rsplit(".", 1)[-1]
+        for name, module in model.named_modules()
+        if ".self_attn." not in name and isinstance(module, nn.Linear)
+    }
+    return [f"self_attn.{name}" if name in elsewhere else name for name in sorted(names)]
+
+
+def _expert_parameters(model: PreTrainedModel) -> list[str]:
+    return sorted(
+        {
+            ".".join(name.rsplit(".", 3)[1:])
+            for name, parameter in model.named_parameters()
+            if ".experts." in name and parameter.ndim == 3
+        }
+    )
+
+
+def check_arguments(recipe: Recipe, arguments: TrainingArguments):
+    """Refuse what cannot work before data is read; returns the model's config."""
+    config = AutoConfig.from_pretrained(recipe.model)
+    if not hasattr(config, "attn_res_mode"):
+        raise TrainingError(
+            f"{recipe.model} is a {config.model_type!r}, without Attention Residuals. Port it first: "
+            f"python -m conversion port {recipe.model} TARGET"
+        )
+    if not 0 < recipe.held_out < 1:
+        raise TrainingError(f"--held-out must lie between 0 and 1, got {recipe.held_out}.")
+    if recipe.length < 2:
+        raise TrainingError(f"--length must be at least 2 tokens, got {recipe.length}.")
+    if recipe.packed and "linear_attention" in getattr(config, "layer_types", []):
+        raise TrainingError(
+            f"--packed: the linear attention of {config.model_type} carries its state from one packed text into the "
+            "next. Use --no-packed."
+        )
+    has_depth(recipe, config)
+    adapter = Path(arguments.output_dir) / "adapter"
+    if adapter.exists():
+        raise TrainingError(f"{adapter} exists: this run is finished. Choose another --output.")
+    return config
+
+
+def finetune(recipe: Recipe, arguments: TrainingArguments, resume: bool) -> dict:
+    """Train, and write `adapter/` and `result.json` to the output folder; returns the result.
+
+    Raises:
+        TrainingError, DataError: before a model is loaded.
+    """
+    output = Path(arguments.output_dir)
+    config = check_arguments(recipe, arguments)
+    tokenizer = AutoTokenizer.from_pretrained(recipe.model)
+    training, held_out = hold_out(read_documents(recipe.data, tokenizer), recipe.held_out)
+    rows = make_rows(training, recipe.length, recipe.packed)
+    held_out_rows = make_rows(held_out, recipe.length, recipe.packed)
+    if not rows or not held_out_rows:
+        raise DataError(
+            f"{', '.join(map(str, recipe.data))}: {len(rows)} rows to train on and {len(held_out_rows)} held out; "
+            "expected some of both. Give more data or another --held-out."
+        )
+    checkpoint = last_complete_checkpoint(output) if resume else None
+    if resume and checkpoint is None:
+        raise TrainingError(f"--resume: no complete checkpoint in {output}.")
+    if not resume and any(output.glob("checkpoint-*")):
+        raise TrainingError(f"{output} holds checkpoints. Continue with --resume, or choose another --output.")
+    for leftover in output.glob("checkpoint-*"):
+        if not (leftover / COMPLETE).exists():
+            shutil.rmtree(leftover)
+
+    set_seed(arguments.seed)
+    dtype = torch.bfloat16 if arguments.bf16 and recipe.quantise is None else torch.float32
+    base = load_model(recipe, config, dtype)
+    if recipe.quantise is not None:
+        base = prepare_model_for_kbit_training(base, arguments.gradient_checkpointing)
+    model = get_peft_model(base, lora_config(recipe, base))
+    if arguments.gradient_checkpointing and (arguments.gradient_checkpointing_kwargs or {}).get("use_reentrant"):
+        model.enable_input_require_grads()
+    model.print_trainable_parameters()
+
+    padding = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id
+    trainer = DepthTrainer(
+        model,
+        arguments,
+        data_collator=Collator(padding or 0),
+        train_dataset=rows,
+        eval_dataset=held_out_rows,
+        callbacks=[MarkComplete()],
+        depth_lr=recipe.depth_lr,
+    )
+    if not recipe.control and config.attn_res_mode != "none":
+        probe = torch.tensor([held_out_rows[0]["input_ids"][:128]])
+        DepthMonitor(probe, moves=has_depth(recipe, config)).attach(trainer)
+    before = trainer.evaluate()["eval_loss"] if checkpoint is None else None
+    trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
+    after = trainer.evaluate()["eval_loss"]
+
+    result = {
+        "held_out_loss": {"before": before, "after": after},
+        "steps": trainer.state.global_step,
+        "rows": {"training": len(rows), "held_out": len(held_out_rows)},
+        "recipe": {name: _plain(value) for name, value in vars(recipe).items()},
+        "log": trainer.state.log_history,
+    }
+    save(trainer, output, result)
+    if trainer.args.should_save:
+        steps, where = result["steps"], output / "adapter"
+        print(f"held-out loss: {_figure(before)} before, {_figure(after)} after {steps} steps; {where}")
+    if not math.isfinite(after):
+        raise TrainingError(f"The held-out loss ended at {after}: the adapter in {output} is of no use.")
+    return result
+
+
+def save(trainer: Trainer, output: Path, result: dict) -> None:
+    """Write the adapter, complete or not at all, and the result beside it."""
+    state = trainer.accelerator.get_state_dict(trainer.model) if trainer.is_fsdp_enabled else None  # by all processes
+    if not trainer.args.should_save:
+        return
+    with complete_or_absent(output / "adapter") as folder:
+        trainer.accelerator.unwrap_model(trainer.model).save_pretrained(folder, state_dict=state)
+    unfinished = output / ".result.json"
+    unfinished.write_text(json.dumps(result, indent=1) + "\n")
+    unfinished.replace(output / "result.json")
+
+
+def merge(adapter: Path, target: Path) -> None:
+    """Merge an adapter into its base: a model that needs no PEFT, complete or absent."""
+    from peft import AutoPeftModelForCausalLM
+
+    model: PeftModel = AutoPeftModelForCausalLM.from_pretrained(adapter, dtype="auto")
+    base = model.peft_config["default"].base_model_name_or_path
+    merged = model.merge_and_unload()
+    with complete_or_absent(target) as folder:
+        merged.save_pretrained(folder)
+        AutoTokenizer.from_pretrained(base).save_pretrained(folder)
+
+
+def _plain(value):
+    return [str(entry) for entry in value] if isinstance(value, list | tuple) else value
+
+
+def _figure(loss: float | None) -> str:
+    return "not measured" if loss is None else f"{loss:.4f}"

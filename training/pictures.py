@@ -1,0 +1,82 @@
+"""Pictures of what depth attention does."""
+
+from pathlib import Path
+
+import matplotlib
+
+
+matplotlib.use("Agg")  # no display needed
+import matplotlib.pyplot as plt
+import numpy as np
+
+
+def draw_depth_weights(weights: list[list[float]], path: Path, caption: str) -> None:
+    """Draw depth weights as two heat maps, attention sites and MLP sites, with a row for the output site.
+
+    Args:
+        weights: for every site in order (attention and MLP of each decoder layer, then the output) its weights over
+            the sources it reads, the running sum last.
+        path: the PNG to write.
+        caption: what a reader should know.
+    """
+    output = weights[-1]
+    figure, axes = plt.subplots(1, 2, figsize=(11, 8), sharey=True, layout="constrained")
+    for axis, first, name in zip(axes, (0, 1), ("attention", "MLP"), strict=True):
+        rows = [*weights[first:-1:2], output]
+        grid = np.full((len(rows), len(output)), np.nan)
+        for row, values in enumerate(rows):
+            grid[row, : len(values)] = values
+        image = axis.imshow(grid, aspect="auto", vmin=0, vmax=1, cmap="viridis", interpolation="nearest")
+        axis.set_title(f"{name} sites")
+        axis.set_xlabel("source (0: embedding, then blocks, the running sum last)")
+        axis.set_xticks(range(0, len(output), max(1, len(output) // 16)))
+        axis.set_yticks(range(len(rows)), [*map(str, range(len(rows) - 1)), "output"])
+    axes[0].set_ylabel("decoder layer")
+    figure.colorbar(image, ax=axes, label="depth weight, mean over the text's tokens", shrink=0.6)
+    figure.suptitle(caption, fontsize=11)
+    figure.savefig(path, dpi=110)
+    plt.close(figure)
+
+
+def draw_by_layer(curves: dict[str, dict[str, list[float]]], path: Path, caption: str) -> None:
+    """Draw one panel a quantity, one curve a model, over decoder layers."""
+    figure, axes = plt.subplots(1, len(curves), figsize=(5.5 * len(curves), 4), squeeze=False, layout="constrained")
+    for axis, (quantity, of_models) in zip(axes[0], curves.items(), strict=True):
+        for name, values in of_models.items():
+            axis.plot(values, marker=".", label=name)
+        axis.set_xlabel("decoder layer")
+        axis.set_title(quantity)
+        axis.set_yscale("log")
+        axis.legend(fontsize=8)
+    figure.suptitle(caption, fontsize=11)
+    figure.savefig(path, dpi=110)
+    plt.close(figure)
+
+
+def draw_sites(statistics: dict[str, list[float]], path: Path, caption: str) -> None:
+    """Draw one panel a statistic: attention and MLP sites over decoder layers."""
+    figure, axes = plt.subplots(
+        1, len(statistics), figsize=(5.5 * len(statistics), 4), squeeze=False, layout="constrained"
+    )
+    for axis, (name, values) in zip(axes[0], statistics.items(), strict=True):
+        axis.plot(values[0:-1:2], marker=".", label="attention")
+        axis.plot(values[1:-1:2], marker=".", label="MLP")
+        axis.axhline(values[-1], linestyle=":", color="black", label="output")
+        axis.set_xlabel("decoder layer")
+        axis.set_title(name)
+        axis.legend(fontsize=8)
+    figure.suptitle(caption, fontsize=11)
+    figure.savefig(path, dpi=110)
+    plt.close(figure)
+
+
+def draw_mixing_matrix(matrix: list[list[float]], path: Path, caption: str) -> None:
+    """Draw the depth mixing matrix, sites by sublayers' outputs."""
+    figure, axis = plt.subplots(figsize=(7, 6), layout="constrained")
+    image = axis.imshow(np.ma.masked_equal(matrix, 0), cmap="viridis", interpolation="nearest")
+    axis.set_xlabel("output of (0: embedding, then sublayers in order)")
+    axis.set_ylabel("input of site")
+    figure.colorbar(image, label="weight")
+    figure.suptitle(caption, fontsize=11)
+    figure.savefig(path, dpi=110)
+    plt.close(figure)
