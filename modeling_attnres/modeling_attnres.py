@@ -468,7 +468,8 @@ FAMILIES = {
 for _config_class, _model_classes in FAMILIES.items():
     _layer_class = _model_classes[0].decoder_layer_class
     for _class in _model_classes:
-        _class._no_split_modules = [*_class._no_split_modules, _layer_class.__name__]
+        # the depth parameters are a unit of their own: of one dtype, as FSDP wants, and on one device
+        _class._no_split_modules = [*_class._no_split_modules, _layer_class.__name__, DepthAttention.__name__]
         _class._can_record_outputs = {
             **_class._can_record_outputs,
             "depth_attentions": OutputRecorder(DepthRead, index=1),

@@ -259,8 +259,10 @@ def finetune(recipe: Recipe, arguments: TrainingArguments, resume: bool) -> dict
     if not recipe.control and config.attn_res_mode != "none":
         probe = torch.tensor([held_out_rows[0]["input_ids"][:128]])
         DepthMonitor(probe, moves=has_depth(recipe, config)).attach(trainer)
-    before = trainer.evaluate()["eval_loss"] if checkpoint is None else None
+    # Trainer measures it, not `evaluate()` before `train()`: that would leave the model without DDP or FSDP
+    trainer.args.eval_on_start = checkpoint is None
     trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
+    before = next(entry["eval_loss"] for entry in trainer.state.log_history if "eval_loss" in entry)
     after = trainer.evaluate()["eval_loss"]
 
     result = {
@@ -273,7 +275,7 @@ def finetune(recipe: Recipe, arguments: TrainingArguments, resume: bool) -> dict
     save(trainer, output, result)
     if trainer.args.should_save:
         steps, where = result["steps"], output / "adapter"
-        print(f"held-out loss: {_figure(before)} before, {_figure(after)} after {steps} steps; {where}")
+        print(f"held-out loss: {before:.4f} before, {after:.4f} after {steps} steps; {where}")
     if not math.isfinite(after):
         raise TrainingError(f"The held-out loss ended at {after}: the adapter in {output} is of no use.")
     return result
@@ -305,7 +307,3 @@ def merge(adapter: Path, target: Path) -> None:
 
 def _plain(value):
     return [str(entry) for entry in value] if isinstance(value, list | tuple) else value
-
-
-def _figure(loss: float | None) -> str:
-    return "not measured" if loss is None else f"{loss:.4f}"

@@ -117,9 +117,7 @@ def test_variants_of_lora(flag, save_model, text_file, tmp_path):
 @pytest.mark.parametrize("bits", ["4bit", "8bit"])
 def test_quantised_base(bits, save_model, text_file, tmp_path):
     """The frozen linear maps are quantised, the depth parameters are not, and both kinds of adapter learn."""
-    result = run(
-        save_model(hidden_size=64, intermediate_size=64), text_file, tmp_path / "out", "--quantise", bits
-    )
+    result = run(save_model(hidden_size=64, intermediate_size=64), text_file, tmp_path / "out", "--quantise", bits)
     assert result["held_out_loss"]["after"] != result["held_out_loss"]["before"]
     check_all_moved(tmp_path / "out")
     assert {value.dtype for name, value in saved(tmp_path / "out").items() if "attn_res" in name} == {torch.float32}

@@ -1,0 +1,109 @@
+"""The diagnosis of a checkpoint: complete, right, and refused where there is nothing to see."""
+
+import json
+
+import matplotlib.image
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+from typer.testing import CliRunner
+
+from conversion.checkpoint import CheckpointError
+from tests.families import BY_NAME
+from training.__main__ import app
+from training.diagnose import layer_curves, standard_residuals
+from training.finetune import TrainingError
+
+from .conftest import words
+
+
+def diagnose(*args):
+    result = CliRunner().invoke(app, ["diagnose", *map(str, args)], catch_exceptions=False, standalone_mode=False)
+    assert result.exit_code == 0, result.output
+
+
+@pytest.fixture
+def text(tmp_path):
+    path = tmp_path / "text.txt"
+    path.write_text(words(60))
+    return path
+
+
+def test_figures_of_every_family(family, mode, save_model, text, tmp_path):
+    model, output = save_model(family.name, **mode), tmp_path / "out"
+    diagnose(model, "--output", output, "--text", text, "--tokens", 40)
+    found = json.loads((output / "diagnosis.json").read_text())
+    assert found["tokens"] == 40
+    assert len(found["weights"]) == len(found["entropy"]) == len(found["reach"]) == 13
+    assert all(sum(weights) == pytest.approx(1, abs=1e-5) for weights in found["weights"])
+    assert 0 < min(found["entropy"]) <= max(found["entropy"]) <= 1 + 1e-9
+    for of_models in found["by layer"].values():
+        assert set(of_models) == {str(model), "standard residuals"}
+        assert all(len(values) == 6 and min(values) > 0 for values in of_models.values())
+    assert found["semiseparable rank"]["exact"] >= 1
+    pictures = {path.name for path in output.glob("*.png")}
+    assert pictures == {"depth_weights.png", "by_layer.png", "sites.png", "mixing_matrix.png"}
+    for name in pictures:
+        assert matplotlib.image.imread(output / name).std() > 0.01  # not blank
+
+
+def test_magnitudes_and_gradients_by_layer():
+    """Against a second computation: finite differences of the loss, and hidden states as transformers returns them."""
+    model = BY_NAME["Llama"].causal_lm(dtype=torch.float64, attn_res_mode="none")
+    ids = torch.arange(3, 20)[None]
+    found = layer_curves(model, ids)
+    with torch.no_grad():
+        hidden = model(ids, output_hidden_states=True).hidden_states
+        assert found["output magnitude"][1] == pytest.approx(hidden[2].square().mean().sqrt().item(), rel=1e-6)
+        along = torch.randn(hidden[2].shape, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+
+        def loss(step):
+            handle = model.model.layers[1].register_forward_hook(lambda m, a, output: output + step * along)
+            value = model(ids, labels=ids).loss.item()
+            handle.remove()
+            return value
+
+        slope = (loss(1e-4) - loss(-1e-4)) / 2e-4
+    gradients = []
+
+    def keep_gradient(module, args, output):
+        output.register_hook(gradients.append)
+
+    handle = model.model.layers[1].register_forward_hook(keep_gradient)
+    model(ids, labels=ids).loss.backward()
+    handle.remove()
+    assert (gradients[0] * along).sum().item() == pytest.approx(slope, rel=1e-4)
+    assert found["gradient norm"][1] == pytest.approx(gradients[0].norm().item(), rel=1e-5)
+
+
+def test_the_control_shares_the_weights():
+    model = BY_NAME["Llama"].causal_lm()
+    control = standard_residuals(model)
+    assert control.config.attn_res_mode == "none"
+    for name, tensor in control.state_dict().items():
+        assert torch.equal(tensor, model.state_dict()[name])
+
+
+def test_a_second_model_and_an_adapter(save_model, text, tmp_path, text_file):
+    from .test_finetune import run
+
+    model = save_model()
+    run(model, text_file, tmp_path / "tuned")
+    output = tmp_path / "out"
+    diagnose(model, "--output", output, "--text", text, "--adapter", tmp_path / "tuned/adapter", "--against", model)
+    found = json.loads((output / "diagnosis.json").read_text())
+    assert found["adapter"] == str(tmp_path / "tuned/adapter")
+    diagnose(model, "--output", tmp_path / "plain", "--text", text)
+    assert json.loads((tmp_path / "plain/diagnosis.json").read_text())["weights"] != found["weights"]
+
+
+def test_what_cannot_be_diagnosed(save_model, text, tmp_path):
+    AutoModelForCausalLM.from_pretrained(save_model(attn_res_mode="none"))
+    with pytest.raises(TrainingError, match="has no depth attention to diagnose"):
+        diagnose(save_model(attn_res_mode="none"), "--output", tmp_path / "out", "--text", text)
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full/file").touch()
+    with pytest.raises(TrainingError, match="exists and is not empty"):
+        diagnose(save_model(), "--output", tmp_path / "full", "--text", text)
+    with pytest.raises(CheckpointError, match="cannot be read"):
+        diagnose(save_model(), "--output", tmp_path / "out", "--text", tmp_path / "missing.txt")
