@@ -42,7 +42,7 @@ def finetune(
         bool | None,
         typer.Option("--depth/--no-depth", help="Train the depth parameters, in full. Default: if there are any."),
     ] = None,
-    depth_lr: Annotated[float, typer.Option(help="Their learning rate.")] = 1e-2,
+    depth_lr: Annotated[float, typer.Option(help="Their learning rate.")] = 1e-4,
     length: Annotated[int, typer.Option(help="Tokens of a row.")] = 512,
     packed: Annotated[
         bool, typer.Option("--packed/--no-packed", help="Several texts a row, which do not see each other.")

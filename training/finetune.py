@@ -59,7 +59,7 @@ class Recipe:
     dora: bool = False
     rslora: bool = False
     depth: bool | None = None
-    depth_lr: float = 1e-2
+    depth_lr: float = 1e-4
     length: int = 512
     packed: bool = True
     held_out: float = 0.05
@@ -203,6 +203,8 @@ def check_arguments(recipe: Recipe, arguments: TrainingArguments):
             f"--packed: the linear attention of {config.model_type} carries its state from one packed text into the "
             "next. Use --no-packed."
         )
+    if arguments.fsdp and arguments.device.type == "cpu":
+        raise TrainingError("--fsdp: accelerate shards on accelerators only; on CPUs it would train with DDP unasked.")
     has_depth(recipe, config)
     adapter = Path(arguments.output_dir) / "adapter"
     if adapter.exists():
@@ -261,7 +263,12 @@ def finetune(recipe: Recipe, arguments: TrainingArguments, resume: bool) -> dict
         DepthMonitor(probe, moves=has_depth(recipe, config)).attach(trainer)
     # Trainer measures it, not `evaluate()` before `train()`: that would leave the model without DDP or FSDP
     trainer.args.eval_on_start = checkpoint is None
-    trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
+    try:
+        trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
+    except OSError as error:
+        kept = last_complete_checkpoint(output)
+        way_on = "No checkpoint is complete." if kept is None else f"{kept.name} is complete: continue with --resume."
+        raise TrainingError(f"training stopped at step {trainer.state.global_step}: {error}. {way_on}") from error
     before = next(entry["eval_loss"] for entry in trainer.state.log_history if "eval_loss" in entry)
     after = trainer.evaluate()["eval_loss"]
 

@@ -1,5 +1,6 @@
 """Fine-tuning through the command line, and what PEFT makes of the result."""
 
+import errno
 import json
 import os
 import subprocess
@@ -10,9 +11,11 @@ import pytest
 import torch
 from peft import AutoPeftModelForCausalLM, LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, Trainer
 from typer.testing import CliRunner
 
+from conversion.port import Blocks, port
+from demo.weights import smollm2
 from tests.families import BY_NAME, FAMILIES, tokens
 from tests.oracle import relative_error
 from training.__main__ import app
@@ -156,6 +159,28 @@ def test_an_interrupted_run_resumes_to_the_same_losses(save_model, text_file, tm
         torch.testing.assert_close(saved(output)[name], value, rtol=1e-6, atol=1e-7)
 
 
+def test_a_full_disk_leaves_the_last_good_checkpoint(save_model, text_file, tmp_path, monkeypatch):
+    """Whichever file of the second checkpoint does not fit."""
+    model, saving = save_model(), {"save_strategy": "steps", "save_steps": 1}
+    expected = run(model, text_file, tmp_path / "whole", **saving)
+    for step in ("save_model", "_save_optimizer_and_scheduler", "_save_rng_state"):
+        output = tmp_path / step
+        original = getattr(Trainer, step)
+
+        def fails(self, *args, original=original, **kwargs):
+            if self.state.global_step == 2:
+                raise OSError(errno.ENOSPC, "No space left on device")
+            return original(self, *args, **kwargs)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(Trainer, step, fails)
+            with pytest.raises(TrainingError, match=r"stopped at step 2: .*No space left.* checkpoint-1 is complete"):
+                run(model, text_file, output, **saving)
+        assert not (output / "adapter").exists()
+        found = run(model, text_file, output, "--resume", **saving)
+        assert losses(found) == pytest.approx(losses(expected), rel=1e-6)
+
+
 def test_what_cannot_work_is_refused_before_a_model_is_loaded(save_model, text_file, tmp_path, monkeypatch):
     model = save_model()
     monkeypatch.setattr("training.finetune.load_model", lambda *_: pytest.fail("a model was loaded"))
@@ -292,6 +317,17 @@ def test_merge_writes_a_checkpoint_that_needs_no_peft(save_model, text_file, tmp
     assert relative_error(logits(AutoModelForCausalLM.from_pretrained(merged).eval()), expected) <= 1e-5
     assert (merged / "modeling_attnres.py").exists()
     assert (merged / "tokenizer.json").exists()
+
+
+@pytest.mark.slow
+@pytest.mark.xdist_group("smollm2")
+def test_the_real_model_learns_a_text(tmp_path):
+    """SmolLM2-135M ported, LoRA and depth parameters, three steps."""
+    port(str(smollm2()), tmp_path / "ported", Blocks(number=8), link=True)
+    (tmp_path / "text.txt").write_text((ROOT / "LICENSE").read_text()[:4000] * 2)
+    options = {"per_device_train_batch_size": 2, "learning_rate": 5e-4}
+    result = run(tmp_path / "ported", tmp_path / "text.txt", tmp_path / "out", "--held-out", "0.2", **options)
+    assert result["held_out_loss"]["after"] < result["held_out_loss"]["before"] - 0.05
 
 
 def test_the_same_seed_gives_the_same_run(save_model, text_file, tmp_path):

@@ -1,0 +1,84 @@
+"""What one process of several does in the tests: `python distributed.py CASE MODEL OUTPUT`, with gloo on CPU."""
+
+import os
+import sys
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch.distributed.checkpoint.state_dict import get_model_state_dict
+from transformers import AutoModelForCausalLM
+
+import modeling_attnres  # noqa: F401
+
+
+def rows() -> torch.Tensor:
+    """Four rows a step, the same in every process."""
+    return torch.randint(3, 90, (3, 4, 24), generator=torch.Generator().manual_seed(0))
+
+
+def train(model, share: slice) -> list[float]:
+    """Three steps; gradients are averages over processes of the mean loss over their rows."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    losses = []
+    for batch in rows():
+        loss = model(input_ids=batch[share], labels=batch[share], use_cache=False).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        if dist.is_initialized():
+            dist.all_reduce(loss, op=dist.ReduceOp.AVG if dist.get_backend() != "gloo" else dist.ReduceOp.SUM)
+            loss = loss / dist.get_world_size()
+        losses.append(loss.item())
+    return losses
+
+
+def fsdp(folder: str, output: Path, dtype: torch.dtype, checkpointing: bool) -> None:
+    """FSDP2 as accelerate wraps a model, units included; a sharded checkpoint, and what one process must find in it."""
+    from accelerate import Accelerator
+    from accelerate.utils import FullyShardedDataParallelPlugin
+    from accelerate.utils.fsdp_utils import fsdp2_prepare_model
+
+    accelerator = Accelerator(cpu=True)
+    plugin = FullyShardedDataParallelPlugin(
+        fsdp_version=2, auto_wrap_policy="transformer_based_wrap", reshard_after_forward=True
+    )
+    accelerator.state.fsdp_plugin = plugin  # accelerate itself offers FSDP on accelerators only
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).train()
+    if checkpointing:
+        model.gradient_checkpointing_enable()
+    model = fsdp2_prepare_model(accelerator, model)
+    kinds = sorted({type(module).__name__ for module in model.modules() if hasattr(module, "unshard")})
+    share = slice(2 * dist.get_rank(), 2 * dist.get_rank() + 2)
+    losses = train(model, share)
+    import torch.distributed.checkpoint as checkpoint
+
+    checkpoint.save(get_model_state_dict(model), checkpoint_id=str(output / "sharded"))
+    if dist.get_rank() == 0:
+        torch.save({"losses": losses, "units": kinds}, output / "result.pt")
+
+
+def tensor_parallel(folder: str, output: Path) -> None:
+    """`tp_plan="auto"` shards the base's linear maps."""
+    model = AutoModelForCausalLM.from_pretrained(folder, tp_plan="auto").eval()
+    with torch.no_grad():
+        logits = model(torch.arange(3, 40)[None], use_cache=False).logits
+    if hasattr(logits, "full_tensor"):
+        logits = logits.full_tensor()
+    sharded = sum(hasattr(parameter, "full_tensor") for parameter in model.parameters())
+    if dist.get_rank() == 0:
+        torch.save({"logits": logits, "sharded": sharded}, output / "result.pt")
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    case, folder, output = sys.argv[1], sys.argv[2], Path(sys.argv[3])
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"
+    {
+        "fsdp": lambda: fsdp(folder, output, torch.float32, checkpointing=False),
+        "fsdp-checkpointing": lambda: fsdp(folder, output, torch.float32, checkpointing=True),
+        "fsdp-bf16": lambda: fsdp(folder, output, torch.bfloat16, checkpointing=False),
+        "tp": lambda: tensor_parallel(folder, output),
+    }[case]()
+    dist.barrier()
+    dist.destroy_process_group()

@@ -1,0 +1,93 @@
+"""Two processes over gloo compute what one does: DDP through Trainer, FSDP2 as accelerate wraps it, tensor parallel."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed.checkpoint as checkpoint
+from transformers import AutoModelForCausalLM
+
+from tests.families import BY_NAME, FAMILIES
+from tests.oracle import relative_error
+from training.finetune import TrainingError
+
+from .distributed import train
+from .test_finetune import command, losses, run, saved
+
+
+ROOT = Path(__file__).parents[2]
+pytestmark = pytest.mark.slow
+
+
+def launch(*program):
+    """Run a program in two processes."""
+    done = subprocess.run(
+        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", *map(str, program)],
+        cwd=ROOT,
+        env=os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+
+
+def run_case(case, model, output):
+    output.mkdir()
+    launch(ROOT / "tests/training/distributed.py", case, model, output)
+    return torch.load(output / "result.pt")
+
+
+def test_ddp_follows_the_loss_of_one_process(save_model, text_file, tmp_path):
+    model = save_model()
+    expected = run(model, text_file, tmp_path / "one")
+    args = command(model, text_file, tmp_path / "two", per_device_train_batch_size=2, ddp_backend="gloo")
+    launch("-m", "training", *args)
+    found = json.loads((tmp_path / "two/result.json").read_text())
+    assert losses(found) == pytest.approx(losses(expected), rel=1e-5)
+    assert found["held_out_loss"] == pytest.approx(expected["held_out_loss"], rel=1e-5)
+    for name, value in saved(tmp_path / "one").items():
+        torch.testing.assert_close(saved(tmp_path / "two")[name], value, rtol=1e-3, atol=1e-5)
+
+
+def test_fsdp_where_accelerate_would_not_use_it_is_refused(save_model, text_file, tmp_path):
+    with pytest.raises(TrainingError, match="--fsdp: accelerate shards on accelerators only"):
+        run(save_model(), text_file, tmp_path / "out", fsdp="full_shard")
+
+
+@pytest.mark.parametrize("case", ["fsdp", "fsdp-checkpointing"])
+@pytest.mark.parametrize("family", [FAMILIES[0], FAMILIES[2]], ids=lambda family: family.name)
+def test_fsdp2_follows_the_loss_of_one_process(family, case, save_model, tmp_path):
+    """And its sharded checkpoint, loaded in one process, is the model that one process trained."""
+    model = save_model(family.name)
+    found = run_case(case, model, tmp_path / "out")
+    alone = AutoModelForCausalLM.from_pretrained(model).train()
+    assert found["losses"] == pytest.approx(train(alone, slice(None)), rel=1e-5)
+    assert "DepthAttention" in " ".join(found["units"])
+    loaded = AutoModelForCausalLM.from_pretrained(model)
+    state = loaded.state_dict()
+    checkpoint.load(state, checkpoint_id=str(tmp_path / "out/sharded"))
+    loaded.load_state_dict(state)
+    with torch.no_grad():
+        ids = torch.arange(3, 40)[None]
+        assert relative_error(loaded.eval()(ids).logits, alone.eval()(ids).logits) <= 1e-3
+
+
+def test_fsdp2_with_fp32_depth_parameters_in_a_bf16_model(save_model, tmp_path):
+    found = run_case("fsdp-bf16", save_model(), tmp_path / "out")
+    assert found["losses"][-1] < found["losses"][0]
+
+
+@pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.name)
+def test_tensor_parallel_gives_the_same_logits(family, save_model, tmp_path):
+    """Where the base family can: its own plan fails for DeepSeek-V3 with a low-rank query, ours included or not."""
+    model = save_model(family.name, **{"q_lora_rank": None} if family.name == "DeepseekV3" else {})
+    found = run_case("tp", model, tmp_path / "out")
+    with torch.no_grad():
+        expected = AutoModelForCausalLM.from_pretrained(model).eval()(torch.arange(3, 40)[None]).logits
+    assert relative_error(found["logits"], expected) <= 1e-5
+    assert found["sharded"] or not BY_NAME[family.name].base("Config")(**family.tiny).base_model_tp_plan

@@ -1,0 +1,55 @@
+"""Gather the runs of run.sh: a table, results.json and pictures beside this file. Usage: report.py WORK_FOLDER"""
+
+import json
+import shutil
+import sys
+import tempfile
+from pathlib import Path
+from statistics import mean, stdev
+
+from rich.console import Console
+from rich.table import Table
+
+from training.diagnose import diagnose
+
+
+HERE = Path(__file__).parent
+WAYS = {
+    "LoRA": "lora",
+    "LoRA, standard residuals": "lora-standard-residuals",
+    "depth queries": "depth",
+    "LoRA + depth queries": "lora-and-depth",
+}
+SEEDS = (1, 2, 3)
+
+
+def main(work: Path) -> None:
+    runs = {
+        name: [json.loads((work / f"{folder}-{seed}/result.json").read_text()) for seed in SEEDS]
+        for name, folder in WAYS.items()
+    }
+    table = Table("trained", "held-out loss before", "after (mean of 3 seeds)", "spread between seeds", "change")
+    found = {}
+    for name, of_seeds in runs.items():
+        before = [run["held_out_loss"]["before"] for run in of_seeds]
+        after = [run["held_out_loss"]["after"] for run in of_seeds]
+        found[name] = {
+            "before": before,
+            "after": after,
+            "change": [a - b for a, b in zip(after, before)],
+            "curves": [[entry["loss"] for entry in run["log"] if "loss" in entry] for run in of_seeds],
+        }
+        change = f"{mean(after) - mean(before):+.4f}"
+        table.add_row(name, f"{mean(before):.4f}", f"{mean(after):.4f}", f"± {stdev(after):.4f}", change)
+    Console(width=110).print(table)
+    (HERE / "results.json").write_text(json.dumps(found, indent=1) + "\n")
+    ported, text = str(work / "ported"), work / "library.txt"
+    for name, adapter in (("before", None), ("after", work / "lora-and-depth-1/adapter")):
+        with tempfile.TemporaryDirectory() as folder:
+            diagnose(ported, Path(folder) / "out", text, adapter, None, 256)
+            for picture in ("depth_weights.png", "by_layer.png"):
+                shutil.copy(Path(folder) / "out" / picture, HERE / f"{name}_{picture}")
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))
