@@ -75,7 +75,9 @@ def replica(
     prefill: Annotated[int, typer.Option(help="Length of the prompt.")] = 128,
     context: Annotated[int, typer.Option(help="Context length to decode at.")] = 128,
     repeats: Turns = 20,
-    dtype: Annotated[str, typer.Option(help="bfloat16 (8 GB) or float32 (15 GB).")] = "bfloat16",
+    dtype: Annotated[
+        str, typer.Option(help="bfloat16 (7 GB) or float32 (14 GB); CPUs without bf16 are slow at it.")
+    ] = "bfloat16",
     output: Output = None,
 ) -> None:
     """Prefill and decode a replica of Kimi-Linear-48B of true width and depth, with as many experts as are active."""

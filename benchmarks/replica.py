@@ -1,7 +1,7 @@
 """What depth attention costs at the size of Kimi-Linear-48B-A3B: its true width, depth and vocabulary, random weights.
 
 Of its experts only as many are kept as a token is routed to: a token costs what it costs in the 48B model, and the
-replica fits a common machine (3.7B parameters). One set of weights serves depth attention and standard residuals.
+replica fits a common machine (3.5B parameters). One set of weights serves depth attention and standard residuals.
 """
 
 import copy

@@ -182,9 +182,12 @@ class TwoPhaseSources(Sources):
         self.closed += 1
 
     def sites_at_once(self, x_MD: torch.Tensor) -> int:
-        """As many as the largest block has, or as `phase_1_bytes` allow, but those of one layer at least."""
+        """As many as the largest block has, or as `phase_1_bytes` allow: those of whole layers, one at least.
+
+        A layer is given what both its sites read, so one of them must not overwrite the other.
+        """
         largest = max(end - start for start, end in pairwise([0, *self.block_ends]))
-        return min(largest, max(2, self.phase_1_bytes // (x_MD.numel() * self.queries_SD.itemsize)))
+        return min(largest, max(2, self.phase_1_bytes // (x_MD.numel() * self.queries_SD.itemsize) // 2 * 2))
 
     def at(self, site: int) -> tuple[torch.Tensor, ...]:
         """As `EagerSources.at`, the result of phase 1 in place of the closed blocks."""

@@ -142,6 +142,11 @@ class AttnResPreTrainedModel:
         if isinstance(module, DepthAttention):
             module.reset_parameters()
 
+    def post_init(self) -> None:
+        """As the base; of the modules not to split it names those there are, since FSDP refuses any other."""
+        super().post_init()
+        self._no_split_modules &= {type(module).__name__ for module in self.modules()}
+
     @classmethod
     def _can_set_experts_implementation(cls) -> bool:
         """As the base family can: transformers tells from the source code of the module that defines the class."""

@@ -3,6 +3,7 @@
 from pathlib import Path
 from typing import Annotated, Literal
 
+import torch
 import typer
 from transformers import HfArgumentParser, TrainingArguments
 
@@ -62,7 +63,12 @@ def finetune(
     --gradient_checkpointing True, --report_to tensorboard, --fsdp …
     """
     parser = HfArgumentParser(TrainingArguments, prog="python -m training finetune", add_help=False)
-    defaults = {"--report_to": "none", "--logging_nan_inf_filter": "False", "--remove_unused_columns": "False"}
+    defaults = {
+        "--report_to": "none",
+        "--logging_nan_inf_filter": "False",  # or a loss that is not finite would not be seen
+        "--remove_unused_columns": "False",
+        "--dataloader_pin_memory": str(torch.accelerator.is_available()),
+    }
     given = {argument.split("=")[0].replace("-", "_").replace("__", "--", 1) for argument in context.args}
     extra = [part for name, value in defaults.items() if name not in given for part in (name, value)]
     (arguments,) = parser.parse_args_into_dataclasses(["--output_dir", str(output), *extra, *context.args])

@@ -236,7 +236,7 @@ def finetune(recipe: Recipe, arguments: TrainingArguments, resume: bool) -> dict
         raise TrainingError(f"{output} holds checkpoints. Continue with --resume, or choose another --output.")
     for leftover in output.glob("checkpoint-*"):
         if not (leftover / COMPLETE).exists():
-            shutil.rmtree(leftover)
+            shutil.rmtree(leftover, ignore_errors=True)  # by the first of several processes
 
     set_seed(arguments.seed)
     dtype = torch.bfloat16 if arguments.bf16 and recipe.quantise is None else torch.float32

@@ -227,8 +227,9 @@ def test_plans_and_fp32_lists_of_the_base_carry_over(family, mode):
     for plan in ("tp_plan", "pp_plan", "ep_plan"):
         assert getattr(model, plan) == getattr(base, plan)
     assert model._keep_in_fp32_modules_strict == base._keep_in_fp32_modules_strict | {"attn_res"}
-    assert model._no_split_modules > base._no_split_modules
-    assert {type(layer).__name__ for layer in model.model.layers} <= model._no_split_modules
+    assert model._no_split_modules == {type(model.model.layers[0]).__name__, "DepthAttention"}
+    control = family.causal_lm(attn_res_mode="none")
+    assert control._no_split_modules == {type(layer).__name__ for layer in base.model.layers}
 
 
 def test_loss_embeddings_and_kept_logits(family, mode):
