@@ -1,4 +1,4 @@
-"""Gather the runs of run.sh: a table, results.json and pictures beside this file. Usage: report.py WORK_FOLDER"""
+"""Gather the runs of run.sh: a table, results.json, pictures. Usage: python -m training.reports.smollm2.report WORK"""
 
 import json
 import shutil

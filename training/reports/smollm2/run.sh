@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Four ways to fine-tune the Block 8 port of SmolLM2-135M, three seeds each, two runs at a time with one thread each.
-# Usage: training/reports/smollm2/run.sh WORK_FOLDER    then: python training/reports/smollm2/report.py WORK_FOLDER
+# Usage: training/reports/smollm2/run.sh WORK_FOLDER    then: python -m training.reports.smollm2.report WORK_FOLDER
 set -euo pipefail
 cd "$(dirname "$0")/../../.."
 export work=$1 python=.venv/bin/python steps=20
