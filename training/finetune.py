@@ -108,6 +108,19 @@ def last_complete_checkpoint(output: Path) -> Path | None:
     return max(found, key=lambda path: int(path.name.rsplit("-", 1)[1]), default=None)
 
 
+def checkpoint_to_resume(output: Path, resume: bool) -> Path | None:
+    """Where to continue, if asked to; what a kill left half done is removed."""
+    checkpoint = last_complete_checkpoint(output) if resume else None
+    if resume and checkpoint is None:
+        raise TrainingError(f"--resume: no complete checkpoint in {output}.")
+    if not resume and any(output.glob("checkpoint-*")):
+        raise TrainingError(f"{output} holds checkpoints. Continue with --resume, or choose another --output.")
+    for leftover in output.glob("checkpoint-*"):
+        if not (leftover / COMPLETE).exists():
+            shutil.rmtree(leftover, ignore_errors=True)  # by the first of several processes
+    return checkpoint
+
+
 def load_model(recipe: Recipe, config, dtype: torch.dtype) -> PreTrainedModel:
     """The model to be fine-tuned, frozen weights quantised if asked."""
     kwargs = {}
@@ -229,14 +242,7 @@ def finetune(recipe: Recipe, arguments: TrainingArguments, resume: bool) -> dict
             f"{', '.join(map(str, recipe.data))}: {len(rows)} rows to train on and {len(held_out_rows)} held out; "
             "expected some of both. Give more data or another --held-out."
         )
-    checkpoint = last_complete_checkpoint(output) if resume else None
-    if resume and checkpoint is None:
-        raise TrainingError(f"--resume: no complete checkpoint in {output}.")
-    if not resume and any(output.glob("checkpoint-*")):
-        raise TrainingError(f"{output} holds checkpoints. Continue with --resume, or choose another --output.")
-    for leftover in output.glob("checkpoint-*"):
-        if not (leftover / COMPLETE).exists():
-            shutil.rmtree(leftover, ignore_errors=True)  # by the first of several processes
+    checkpoint = checkpoint_to_resume(output, resume)
 
     set_seed(arguments.seed)
     dtype = torch.bfloat16 if arguments.bf16 and recipe.quantise is None else torch.float32
@@ -271,6 +277,8 @@ def finetune(recipe: Recipe, arguments: TrainingArguments, resume: bool) -> dict
         raise TrainingError(f"training stopped at step {trainer.state.global_step}: {error}. {way_on}") from error
     before = next(entry["eval_loss"] for entry in trainer.state.log_history if "eval_loss" in entry)
     after = trainer.evaluate()["eval_loss"]
+    if not math.isfinite(after):
+        raise TrainingError(f"The held-out loss ended at {after}: nothing was saved. Try a lower --learning_rate.")
 
     result = {
         "held_out_loss": {"before": before, "after": after},
@@ -283,8 +291,6 @@ def finetune(recipe: Recipe, arguments: TrainingArguments, resume: bool) -> dict
     if trainer.args.should_save:
         steps, where = result["steps"], output / "adapter"
         print(f"held-out loss: {before:.4f} before, {after:.4f} after {steps} steps; {where}")
-    if not math.isfinite(after):
-        raise TrainingError(f"The held-out loss ended at {after}: the adapter in {output} is of no use.")
     return result
 
 

@@ -103,7 +103,7 @@ class DepthMonitor(TrainerCallback):
 
 
 def query_norms(model) -> torch.Tensor:
-    """The norms of all pseudo-queries `[S]`, whichever way the model is wrapped, of the active adapter."""
+    """The norms of all pseudo-queries `[S]`, whichever way the model is wrapped: an adapter's where it has its own."""
     norms = []
     for name, parameter in model.named_parameters():
         if name.rsplit(".", 1)[-1].endswith("_query") and ".original_module." not in name and "attn_res" in name:

@@ -211,6 +211,15 @@ def test_what_cannot_work_is_refused_before_a_model_is_loaded(save_model, text_f
     refused("holds checkpoints. Continue with --resume", output=tmp_path / "begun")
 
 
+def test_a_run_that_diverges_saves_nothing(save_model, text_file, tmp_path):
+    with (
+        pytest.warns(UserWarning, match="Training stops"),
+        pytest.raises(TrainingError, match="The held-out loss ended at nan: nothing was saved"),
+    ):
+        run(save_model(), text_file, tmp_path / "out", learning_rate=1e30, max_grad_norm=0)
+    assert not (tmp_path / "out/adapter").exists()
+
+
 def test_nothing_to_train_is_refused(save_model, text_file, tmp_path):
     model = save_model()
     with pytest.raises(TrainingError, match="leaves nothing to train"):
