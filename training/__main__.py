@@ -60,7 +60,7 @@ def finetune(
     """Fine-tune with PEFT: LoRA on chosen modules, the depth parameters in full beside it.
 
     Any further option is one of transformers' TrainingArguments: --max_steps, --learning_rate, --bf16 True,
-    --gradient_checkpointing True, --report_to tensorboard, --fsdp …
+    --activation_checkpointing True, --report_to tensorboard, --fsdp …
     """
     parser = HfArgumentParser(TrainingArguments, prog="python -m training finetune", add_help=False)
     defaults = {

@@ -248,9 +248,9 @@ def finetune(recipe: Recipe, arguments: TrainingArguments, resume: bool) -> dict
     dtype = torch.bfloat16 if arguments.bf16 and recipe.quantise is None else torch.float32
     base = load_model(recipe, config, dtype)
     if recipe.quantise is not None:
-        base = prepare_model_for_kbit_training(base, arguments.gradient_checkpointing)
+        base = prepare_model_for_kbit_training(base, arguments.activation_checkpointing)
     model = get_peft_model(base, lora_config(recipe, base))
-    if arguments.gradient_checkpointing and (arguments.gradient_checkpointing_kwargs or {}).get("use_reentrant"):
+    if arguments.activation_checkpointing and (arguments.activation_checkpointing_kwargs or {}).get("use_reentrant"):
         model.enable_input_require_grads()
     model.print_trainable_parameters()
 

@@ -63,7 +63,7 @@ def test_magnitudes_and_gradients_by_layer():
             handle.remove()
             return value
 
-        slope = (loss(1e-4) - loss(-1e-4)) / 2e-4
+        slope = (loss(1e-2) - loss(-1e-2)) / 2e-2  # the loss is computed in fp32
     gradients = []
 
     def keep_gradient(module, args, output):
@@ -72,7 +72,7 @@ def test_magnitudes_and_gradients_by_layer():
     handle = model.model.layers[1].register_forward_hook(keep_gradient)
     model(ids, labels=ids).loss.backward()
     handle.remove()
-    assert (gradients[0] * along).sum().item() == pytest.approx(slope, rel=1e-4)
+    assert (gradients[0] * along).sum().item() == pytest.approx(slope, rel=2e-3)
     assert found["gradient norm"][1] == pytest.approx(gradients[0].norm().item(), rel=1e-5)
 
 

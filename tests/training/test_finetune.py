@@ -138,7 +138,9 @@ def test_gradient_checkpointing_changes_no_loss(reentrant, save_model, text_file
     model = save_model()
     expected = run(model, text_file, tmp_path / "plain")
     kwargs = json.dumps({"use_reentrant": reentrant})
-    found = run(model, text_file, tmp_path / "out", gradient_checkpointing=True, gradient_checkpointing_kwargs=kwargs)
+    found = run(
+        model, text_file, tmp_path / "out", activation_checkpointing=True, activation_checkpointing_kwargs=kwargs
+    )
     assert losses(found) == pytest.approx(losses(expected), rel=1e-5)
 
 
