@@ -1,7 +1,5 @@
 """What depth attention costs a real model: prefill and decoding of SmolLM2-135M against standard residuals."""
 
-import multiprocessing
-import resource
 from pathlib import Path
 
 import torch
@@ -11,7 +9,7 @@ from transformers.utils import logging
 from demo.weights import smollm2
 from modeling_attnres import AttnResLlamaForCausalLM
 
-from .measure import Found, Runs, compare, report
+from .measure import Found, Runs, compare, in_own_process, peak_mib, report
 
 
 PORTS = {
@@ -91,11 +89,11 @@ def compiled_decoding(model: torch.nn.Module, context: int, repeats: int):
 
 def _peak(name: str, tokens: int, chunk: int | None) -> dict[str, float]:
     model, ids = load(name), some_ids(tokens)
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+    before = peak_mib()
     model.generate(
         ids, attention_mask=torch.ones_like(ids), max_new_tokens=1, do_sample=False, prefill_chunk_size=chunk
     )
-    return {"MiB": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024, "MiB before": before}
+    return {"MiB": peak_mib(), "MiB before": before}
 
 
 def measure_memory(tokens: int, chunk: int, output: Path | None) -> None:
@@ -103,10 +101,7 @@ def measure_memory(tokens: int, chunk: int, output: Path | None) -> None:
     smollm2()
     found: Found = {}
     for size in (None, chunk):
-        row = {}
-        for name in ("source", *PORTS):
-            with multiprocessing.get_context("spawn").Pool(1) as pool:
-                row[name] = pool.apply(_peak, (name, tokens, size))
+        row = {name: in_own_process(_peak, name, tokens, size) for name in ("source", *PORTS)}
         for cell in row.values():
             cell["ratio"] = cell["MiB"] / row["source"]["MiB"]
         found["at once" if size is None else f"in chunks of {size}"] = row

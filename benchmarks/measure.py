@@ -1,6 +1,8 @@
 """Timing in turn, and reports: a table, JSON and a picture."""
 
 import json
+import multiprocessing
+import resource
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -20,6 +22,17 @@ def seconds(run: Callable[[], object]) -> float:
     begin = time.perf_counter()
     run()
     return time.perf_counter() - begin
+
+
+def peak_mib() -> float:
+    """The peak memory of this process so far."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+
+
+def in_own_process(function: Callable, *args):
+    """Call a function in a fresh process, whose peak memory is then its own."""
+    with multiprocessing.get_context("spawn").Pool(1) as pool:
+        return pool.apply(function, args)
 
 
 def compare(runs: Runs, repeats: int, label: str) -> dict[str, dict[str, float]]:

@@ -1,7 +1,5 @@
 """What depth attention costs a training step: time in turn in one process, peak memory in a process each."""
 
-import multiprocessing
-import resource
 from pathlib import Path
 
 import torch
@@ -10,16 +8,11 @@ from transformers.utils import logging
 from demo.weights import smollm2
 from modeling_attnres import AttnResLlamaForCausalLM
 
-from .inference import some_ids
-from .measure import Found, compare, report
+from .inference import PORTS, some_ids
+from .measure import Found, compare, in_own_process, peak_mib, report
 
 
-CANDIDATES = {
-    "standard residuals": {"attn_res_mode": "none"},
-    "Block 8": {"attn_res_block_size": 4},
-    "Block 8, eager": {"attn_res_block_size": 4, "attn_res_implementation": "eager"},
-    "Full": {"attn_res_mode": "full"},
-}
+CANDIDATES = {"standard residuals": {"attn_res_mode": "none"}, **PORTS}
 
 
 def load(name: str, checkpointing: bool) -> torch.nn.Module:
@@ -44,7 +37,7 @@ def _peak(name: str, checkpointing: bool, tokens: int) -> float:
     model, ids = load(name, checkpointing), some_ids(tokens)
     for _ in range(2):
         step(model, ids)
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+    return peak_mib()
 
 
 def measure_training(tokens: int, repeats: int, output: Path | None) -> None:
@@ -52,10 +45,7 @@ def measure_training(tokens: int, repeats: int, output: Path | None) -> None:
     smollm2()
     found: Found = {}
     for checkpointing in (False, True):  # memory first: a child's peak starts from its parent's
-        peaks = {}
-        for name in CANDIDATES:
-            with multiprocessing.get_context("spawn").Pool(1) as pool:
-                peaks[name] = pool.apply(_peak, (name, checkpointing, tokens))
+        peaks = {name: in_own_process(_peak, name, checkpointing, tokens) for name in CANDIDATES}
         base = peaks["standard residuals"]
         found["peak memory" + ", checkpointing" * checkpointing] = {
             name: {"ratio": peak / base, "MiB": peak} for name, peak in peaks.items()
