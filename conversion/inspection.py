@@ -6,6 +6,8 @@ from pathlib import Path
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedConfig
 
+from model_cards.blocks import describe_blocks, draw_blocks
+
 from .checkpoint import (
     ATTNRES_FAMILIES,
     BASE_FAMILIES,
@@ -16,7 +18,6 @@ from .checkpoint import (
     quiet_transformers,
 )
 from .export import query_norms
-from .port import block_layers, describe_blocks
 from .text import read_text
 from .verify import tokenize
 
@@ -61,16 +62,6 @@ class Inspection:
 def _site(name: str) -> str:
     match = DEPTH_TENSOR.search(name)
     return "output" if match["layer"] is None else f"layer {match['layer']} {'MLP' if match['mlp'] else 'attention'}"
-
-
-def draw_blocks(config: PreTrainedConfig) -> str:
-    """The sources as a line of decoder layers: `E` is the embedding, brackets hold a block."""
-    layers = range(config.num_hidden_layers)
-    if config.attn_res_mode == "none":
-        return "E " + " ".join(map(str, layers)) + " → output"
-    if config.attn_res_mode == "full":
-        return "[E] " + " ".join(f"[{layer}a] [{layer}m]" for layer in layers) + " → output (a: attention, m: MLP)"
-    return "[E] " + " ".join("[" + " ".join(map(str, block)) + "]" for block in block_layers(config)) + " → output"
 
 
 def inspect(source: str, text: Path | None = None, with_entropy: bool = False) -> Inspection:

@@ -5,18 +5,19 @@ queries, unit norms); the config gains the Attention Residuals fields, with `att
 """
 
 from dataclasses import dataclass
-from itertools import pairwise
 from pathlib import Path
 
 import torch
 from transformers import PreTrainedConfig
 
+from model_cards.blocks import describe_blocks
+from model_cards.card import write_card
 from modeling_attnres.modeling_attnres import FAMILIES
 
 from .checkpoint import CONFIG_NAME, Checkpoint, CheckpointError, open_source
 from .files import check_target, complete_or_absent
 from .verify import Verification, verify_checkpoints
-from .writing import add_shard, copy_checkpoint, copy_code
+from .writing import add_shard, copy_checkpoint, copy_code, describe_origin
 
 
 @dataclass(frozen=True)
@@ -72,25 +73,10 @@ class PortReport:
             f"blocks     {describe_blocks(self.config)}\n"
             f"parameters {self.parameters_added:,} added: a zero query and a unit norm for each of "
             f"{2 * self.config.num_hidden_layers + 1} sites\n"
+            f"card       {self.target / 'README.md'}\n"
             f"{verified}\n"
             f"try it:\n{try_command(self.target)}"
         )
-
-
-def block_layers(config: PreTrainedConfig) -> list[range]:
-    """The decoder layers of each block."""
-    return [range(*ends) for ends in pairwise((*config.attn_res_block_starts, config.num_hidden_layers))]
-
-
-def describe_blocks(config: PreTrainedConfig) -> str:
-    """The blocks as ranges of decoder layers."""
-    if config.attn_res_mode == "none":
-        return "none: standard residuals"
-    if config.attn_res_mode == "full":
-        return f"{2 * config.num_hidden_layers} sublayers, each a source of its own"
-    blocks = block_layers(config)
-    layers = ", ".join(f"{block[0]}-{block[-1]}" if len(block) > 1 else f"{block[0]}" for block in blocks)
-    return f"{len(blocks)} (decoder layers {layers})"
 
 
 def try_command(target: Path) -> str:
@@ -132,6 +118,8 @@ def port(
             verification = verify_checkpoints(checkpoint, Checkpoint(folder)) if verify else None
             if verification and not verification.passed:
                 raise CheckpointError(f"the port of {source} does not compute what it computes:\n{verification}")
+            describe_origin(checkpoint, source, "port", verification and verification.record()).write(folder)
+            write_card(folder, name=target.name)
     return PortReport(target, config, added, verification)
 
 

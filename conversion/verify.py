@@ -10,6 +10,7 @@ from tqdm import tqdm
 from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer
 
 import modeling_attnres  # noqa: F401, registers the families with the Auto classes
+from model_cards.provenance import Verified
 
 from .checkpoint import Checkpoint, CheckpointError, open_source, quiet_transformers
 from .text import read_text
@@ -40,6 +41,10 @@ class Verification:
             and self.depth_tensors == self.expected_depth_tensors
             and self.relative_error <= self.tolerance
         )
+
+    def record(self) -> Verified:
+        """What a model card says of it."""
+        return Verified(self.relative_error, self.tokens, self.text)
 
     def __str__(self) -> str:
         equal = self.tensors - len(self.differing)

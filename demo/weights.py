@@ -4,12 +4,14 @@ import importlib.util
 from pathlib import Path
 
 from filelock import FileLock
+from huggingface_hub import ModelCard, ModelCardData
 
 from conversion.checkpoint import CheckpointError, open_source
 from conversion.files import complete_or_absent, take_over
 
 
 CHECKPOINTS = Path(__file__).parent / "checkpoints"
+CARD = ModelCardData(base_model="HuggingFaceTB/SmolLM2-135M-Instruct", language="en", license="apache-2.0")
 
 
 def smollm2_gguf() -> Path:
@@ -27,4 +29,5 @@ def smollm2(folder: Path = CHECKPOINTS / "SmolLM2-135M-Instruct") -> Path:
         if not folder.exists():
             with open_source(str(smollm2_gguf())) as checkpoint, complete_or_absent(folder) as incomplete:
                 take_over({path: incomplete / path.name for path in checkpoint.folder.iterdir()})
+                ModelCard.from_template(CARD, template_str="---\n{{ card_data }}\n---\n").save(incomplete / "README.md")
     return folder

@@ -55,8 +55,8 @@ def port_and_die(source, target, fatal_event: int) -> bool:
 def test_killed_at_any_moment(source, tmp_path):
     """The target is absent or complete, the source is untouched, and what is left over does not hinder the next run."""
     before, target = contents(source), tmp_path / "target"
-    port(str(source), tmp_path / "expected")
-    expected = contents(tmp_path / "expected")
+    port(str(source), tmp_path / "expected" / "target")  # a card has its folder's name
+    expected = contents(tmp_path / "expected" / "target")
     leftovers, event, lived = 0, 1, False
     while not lived:
         lived = port_and_die(source, target, event)

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from conversion.checkpoint import CheckpointError
-from conversion.inspection import draw_blocks, inspect
+from conversion.inspection import inspect
 from conversion.port import Blocks, port
 from tests.conversion.checkpoints import all_tensors, edit_tensors
 from tests.families import BY_NAME
@@ -47,18 +47,6 @@ def test_norms_and_entropies_belong_to_their_sites(tmp_path):
     assert low == [5]
     line = next(line for line in str(found).splitlines() if line.startswith("layer 2 MLP"))
     assert "565.7" in line
-
-
-@pytest.mark.parametrize(
-    ("fields", "drawing"),
-    [
-        ({"attn_res_block_boundaries": [0, 1, 4]}, "[E] [0] [1 2 3] [4 5] → output"),
-        ({"attn_res_mode": "none"}, "E 0 1 2 3 4 5 → output"),
-        ({"attn_res_mode": "full", "num_hidden_layers": 2}, "[E] [0a] [0m] [1a] [1m] → output"),
-    ],
-)
-def test_drawings(fields, drawing):
-    assert draw_blocks(BY_NAME["Llama"].config(**fields)).startswith(drawing)
 
 
 def test_no_entropy_without_depth_attention(tmp_path):

@@ -1,0 +1,97 @@
+"""Evaluate models with Attention Residuals on the benchmarks of the paper, and compare them item by item."""
+
+import logging
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from lm_eval.utils import setup_logging
+
+from . import data as local_data
+from .benchmarks import EvalError, build, names_of, task_manager
+from .data import DataError
+from .run import Settings, subjects_of
+from .run import run as run_benchmarks
+from .table import compare, write
+
+
+app = typer.Typer(no_args_is_help=True, pretty_exceptions_enable=False, help=__doc__, rich_markup_mode=None)
+
+Tasks = Annotated[
+    str, typer.Option(help="Names, separated by commas: attnres_paper, attnres_core, one of theirs, any of lm-eval's.")
+]
+
+
+@app.command(
+    epilog="Example: python -m eval run --model source --model ported --tasks attnres_core --data data "
+    "--confirm-run-unsafe-code"
+)
+def run(
+    model: Annotated[list[str], typer.Option(help="A local folder or a hub id; several times to compare.")],
+    tasks: Tasks,
+    adapter: Annotated[
+        str | None, typer.Option(help="A PEFT adapter: the last model is evaluated with it, too.")
+    ] = None,
+    limit: Annotated[int | None, typer.Option(min=1, help="Items of each task, for a first look.")] = None,
+    data: Annotated[Path | None, typer.Option(help="A folder with the data sets, in place of the hub.")] = None,
+    output: Annotated[Path, typer.Option(help="Where results are kept, and found again.")] = Path("results"),
+    batch_size: Annotated[str, typer.Option(help="A number, auto, or auto:N.")] = "1",
+    device: Annotated[str | None, typer.Option(help="cpu, cuda:0, … Default: a GPU if there is one.")] = None,
+    backend: Annotated[str, typer.Option(help="The harness's model type: hf, vllm, …")] = "hf",
+    model_args: Annotated[str, typer.Option(help="More of the harness's, as dtype=float32,max_length=2048.")] = "",
+    gen_kwargs: Annotated[str, typer.Option(help="For generation, as max_gen_toks=256.")] = "",
+    chat_template: Annotated[bool, typer.Option("--chat-template", help="Ask through the chat template.")] = False,
+    cache: Annotated[bool, typer.Option("--cache", help="Keep each response, to resume within a task.")] = False,
+    confirm_run_unsafe_code: Annotated[
+        bool, typer.Option("--confirm-run-unsafe-code", help="Run code that models write (HumanEval, MBPP).")
+    ] = False,
+) -> None:
+    """Run benchmarks, one model after the other, and print one table.
+
+    What has finished is kept in OUTPUT and not run again. Exit status 1: a benchmark failed; 2: nothing could be run.
+    """
+    _quiet()
+    settings = Settings(
+        backend, model_args, gen_kwargs, batch_size, device, limit, chat_template, cache, confirm_run_unsafe_code
+    )
+    try:
+        if adapter and backend != "hf":
+            raise EvalError(f"--adapter works with the back end hf, not {backend}; merge it: python -m training merge.")
+        subjects = subjects_of(model, adapter)
+        benchmarks, outcomes = run_benchmarks(subjects, tasks.split(","), settings, output, data)
+    except (DataError, EvalError) as error:
+        raise _stop(error) from error
+    print(write(compare(benchmarks, outcomes), outcomes, output))
+    print(f"{output}/table.md, table.json, table.png; details in {output}/MODEL/BENCHMARK.json")
+    raise typer.Exit(1 if any(outcome.failures for outcome in outcomes) else 0)
+
+
+@app.command(epilog="Example: python -m eval fetch --tasks attnres_paper --data data")
+def fetch(tasks: Tasks, data: Annotated[Path, typer.Option(help="The folder to fill.")]) -> None:
+    """Download the data sets of tasks, to evaluate without a network later. What is there stays."""
+    _quiet()
+    try:
+        manager = task_manager()
+        with local_data.fetching(data) as written:
+            build(manager, names_of(manager, tasks.split(",")), [])
+    except (DataError, EvalError) as error:
+        raise _stop(error) from error
+    for file in written:
+        print(f"{file}  {file.stat().st_size / 2**20:.1f} MiB")
+    print(f"{data} is complete for {tasks}.")
+
+
+def _quiet() -> None:
+    """Leave out what the harness says of every run, whatever is asked."""
+    setup_logging("WARNING")
+    for name in ("lm_eval.api.task", "lm_eval.evaluator"):
+        logging.getLogger(name).setLevel(logging.ERROR)
+
+
+def _stop(error: Exception) -> SystemExit:
+    typer.echo(f"error: {error}", err=True)
+    return SystemExit(2)
+
+
+if __name__ == "__main__":
+    app()

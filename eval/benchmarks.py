@@ -1,0 +1,160 @@
+"""The benchmarks a name stands for, built from the harness's tasks and ours, and what is known of each."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from lm_eval.api.group import Group
+from lm_eval.api.task import Task
+from lm_eval.tasks import TaskManager
+from lm_eval.tasks._index import Kind
+from lm_eval.tasks._yaml_loader import load_yaml
+
+from .data import DataError
+
+
+TASKS = Path(__file__).parent / "tasks"
+
+
+class EvalError(ValueError):
+    """An evaluation that cannot be done as asked; the message says why, before a model is loaded."""
+
+
+@dataclass
+class Benchmark:
+    """One line of a table: a task, or a group of tasks whose items count alike.
+
+    Attributes:
+        metric, filter: the harness's names of the one metric that is reported.
+        paper: the paper's figures (percent) for standard residuals and for Attention Residuals, where it has them.
+    """
+
+    name: str
+    title: str
+    tasks: dict[str, Task]
+    metric: str
+    filter: str
+    higher_is_better: bool
+    paper: tuple[float, float] | None
+
+    @property
+    def shots(self) -> int:
+        return max(task.config.num_fewshot or 0 for task in self.tasks.values())
+
+    @property
+    def dataset(self) -> str:
+        """The data set's hub id; the task's name where it makes its own."""
+        return next(iter(self.tasks.values())).config.dataset_path or self.name
+
+    @property
+    def runs_code(self) -> bool:
+        return any(task.config.unsafe_code for task in self.tasks.values())
+
+    def request(self) -> Group | Task:
+        """What to hand to `lm_eval.simple_evaluate`."""
+        if list(self.tasks) == [self.name]:
+            return self.tasks[self.name]
+        group = Group.from_config(
+            {
+                "group": self.name,
+                "group_alias": self.title,
+                "aggregate_metric_list": [{"metric": self.metric, "filter_list": self.filter}],
+            }
+        )
+        for task in self.tasks.values():
+            group.add(task)
+        return group
+
+
+@cache
+def task_manager() -> TaskManager:
+    """The harness's tasks and ours. Reading its 14,000 files takes seconds."""
+    return TaskManager(include_path=TASKS)
+
+
+def names_of(manager: TaskManager, names: list[str]) -> list[str]:
+    """Replace lists of benchmarks (attnres_paper, attnres_core), which have no score of their own, by what they list.
+
+    Raises:
+        EvalError: a name is not known.
+    """
+    found = []
+    for name in names:
+        entry = manager.task_index.get(name)
+        if entry is None:
+            ours = ", ".join(sorted(path.stem for path in TASKS.glob("*.yaml")))
+            raise EvalError(f"{name!r} is no task; ours are {ours}; `lm_eval ls tasks` lists the harness's.")
+        if entry.kind is Kind.GROUP and "aggregate_metric_list" not in entry.cfg:
+            found += names_of(manager, [item if isinstance(item, str) else item["task"] for item in entry.cfg["task"]])
+        elif entry.kind is Kind.TAG:
+            found += sorted(entry.tags)
+        else:
+            found.append(name)
+    return list(dict.fromkeys(found))
+
+
+def build(manager: TaskManager, names: list[str], missing: list[str]) -> list[Benchmark]:
+    """Build each benchmark with its data.
+
+    Args:
+        missing: filled, as tasks are built, with the files that were looked for in vain (see `data.local`).
+
+    Raises:
+        DataError: names all files that are missing, or all that are malformed.
+    """
+    benchmarks, problems = [], []
+    for name in names:
+        tasks: dict[str, Task] = {}
+        for member in _members(manager, name, {}):
+            before = len(missing)
+            try:
+                tasks |= manager.load([{"group": name, "task": [member]}])["tasks"]
+            except DataError as error:
+                problems.append(str(error))
+            except Exception as error:
+                if len(missing) == before:  # else it failed for want of rows
+                    problems.append(f"{member['task']} cannot be built: {type(error).__name__}: {error}")
+        if tasks:
+            benchmarks.append(_describe(manager, name, tasks))
+    if missing:
+        raise DataError("These files are missing:\n  " + "\n  ".join(dict.fromkeys(missing)))
+    if problems:
+        raise DataError("\n".join(dict.fromkeys(problems)))
+    return benchmarks
+
+
+def _members(manager: TaskManager, name: str, overrides: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """The single tasks of a name, as the harness wants members of a group: their names, with what is set otherwise."""
+    entry = manager.task_index[name]
+    if entry.kind is Kind.TAG:
+        for task in sorted(entry.tags):
+            yield {**overrides, "task": task}
+    elif entry.kind is Kind.GROUP:
+        for item in load_yaml(entry.yaml_path)["task"]:
+            item = {"task": item} if isinstance(item, str) else item
+            member = item.get("task") or item["group"]
+            inner = {key: value for key, value in item.items() if key not in ("task", "group")}
+            yield from _members(manager, member, {**overrides, **inner})
+    else:
+        yield {**overrides, "task": name}
+
+
+def _describe(manager: TaskManager, name: str, tasks: dict[str, Task]) -> Benchmark:
+    config, first = manager.task_index[name].cfg, next(iter(tasks.values()))
+    if "aggregate_metric_list" in config:
+        aggregate = config["aggregate_metric_list"][0]
+        metric, filter_name = aggregate["metric"], aggregate.get("filter_list", "none")
+    else:
+        metric, filter_name = next(iter(first.aggregation())), first._filters[0].name
+    paper = (config.get("metadata") or {}).get("paper")
+    return Benchmark(
+        name=name,
+        title=config.get("group_alias") or config.get("task_alias") or name,
+        tasks=tasks,
+        metric=metric,
+        filter=filter_name if isinstance(filter_name, str) else filter_name[0],
+        higher_is_better=first.higher_is_better()[metric],
+        paper=(paper["baseline"], paper["attnres"]) if paper else None,
+    )

