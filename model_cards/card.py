@@ -200,9 +200,11 @@ def _made(facts: Facts) -> str:
     lines = []
     if (provenance := facts.provenance) is not None:
         verb = {"port": "Ported", "upcycle": "Upcycled", "merge": "Merged"}[provenance.made_by]
-        origin = f"`{provenance.source}`" + (
-            f" ({_link(provenance)})" if provenance.base_model != provenance.source else ""
-        )
+        origin = f"`{provenance.source}`"
+        if provenance.base_model:
+            origin = (
+                _link(provenance) if provenance.base_model == provenance.source else f"{origin} ({_link(provenance)})"
+            )
         details = "".join(f", {name} {value}" for name, value in provenance.details.items())
         versions = ", ".join(f"{name} {number}" for name, number in provenance.versions.items())
         lines.append(f"{verb} from {origin}{details}. Made with {versions}.")

@@ -24,7 +24,10 @@ from transformers import (
 )
 
 import modeling_attnres  # noqa: F401 (registers the model types with the Auto classes)
+from conversion.checkpoint import open_source
 from conversion.files import complete_or_absent
+from conversion.writing import describe_origin
+from model_cards.card import write_card
 
 from .data import Collator, DataError, hold_out, make_rows, read_documents
 from .monitor import DepthMonitor
@@ -312,10 +315,15 @@ def merge(adapter: Path, target: Path) -> None:
 
     model: PeftModel = AutoPeftModelForCausalLM.from_pretrained(adapter, dtype="auto")
     base = model.peft_config["default"].base_model_name_or_path
+    rank = getattr(model.peft_config["default"], "r", None)
+    details = {"with the adapter": f"`{adapter.resolve().parent.name}/{adapter.name}`"}
+    details |= {"of rank": str(rank)} if rank else {}
     merged = model.merge_and_unload()
-    with complete_or_absent(target) as folder:
+    with complete_or_absent(target) as folder, open_source(base) as checkpoint:
         merged.save_pretrained(folder)
         AutoTokenizer.from_pretrained(base).save_pretrained(folder)
+        describe_origin(checkpoint, base, "merge", **details).write(folder)
+        write_card(folder, name=target.name)
 
 
 def _plain(value):

@@ -1,6 +1,8 @@
 """Models through the harness: every family, resuming, failures, the commands' messages and exit status."""
 
 import json
+import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -21,6 +23,7 @@ from tests.families import FAMILIES
 
 pytestmark = pytest.mark.xdist_group("eval tasks")
 
+ROOT = TASKS.parents[1]
 NAMES = ["attnres_arc_challenge", "attnres_gsm8k", "attnres_perplexity"]
 SHORT = Settings(limit=2, gen_kwargs="max_gen_toks=4", model_args="max_length=256", device="cpu")
 OPTIONS = "--limit 2 --gen-kwargs max_gen_toks=4 --model-args max_length=256 --device cpu --output"
@@ -102,6 +105,20 @@ def test_what_has_finished_is_not_run_again(save_model, data_folder, tmp_path, m
     monkeypatch.undo()
     _, (mended,) = run(subjects, NAMES[:2], SHORT, tmp_path, data_folder)
     assert compare(benchmarks, [mended]) == compare(benchmarks, [both])
+
+
+def test_another_process_finds_what_this_one_left(save_model, data_folder, tmp_path, monkeypatch):
+    """In another clone, too: settings are told apart by what tasks do, not by where they lie."""
+    model, names = save_model(), ["attnres_gpqa_diamond", "attnres_mmlu_pro", "attnres_cmath"]
+    clone = tmp_path / "clone"
+    for package in ("eval", "conversion", "model_cards", "modeling_attnres"):
+        shutil.copytree(ROOT / package, clone / package, ignore=shutil.ignore_patterns("*.json", "*.png"))
+    command = [sys.executable, "-m", "eval", "run", "--model", model, "--tasks", ",".join(names), "--data", data_folder]
+    environment = {**os.environ, "PYTHONPATH": str(clone), "PYTHONHASHSEED": "7"}
+    subprocess.run([*command, *OPTIONS.split(), tmp_path / "out"], check=True, cwd=clone, env=environment)
+    monkeypatch.setattr(eval.run, "get_model", None)
+    _, (outcome,) = run(subjects_of([model], None), names, SHORT, tmp_path / "out", data_folder)
+    assert list(outcome.results) == names
 
 
 @pytest.mark.parametrize(

@@ -195,3 +195,17 @@ def test_perplexity_is_that_of_each_topics_bytes(manager, tmp_path):
 def test_gpqa_keeps_the_harness_cleaning():
     row = {"Question": "q", "Correct Answer": " a  b ", **{f"Incorrect Answer {n}": "c" for n in (1, 2, 3)}}
     assert "a b" in gpqa.with_choices(Dataset.from_list([row]))[0].values()
+
+
+def test_the_readme_says_what_the_tasks_do(manager, data_folder):
+    lines = (TASKS.parent / "README.md").read_text(encoding="utf-8").splitlines()
+    table = [[cell.strip(" `") for cell in line.strip("|").split("|")] for line in lines if "| `attnres_" in line]
+    names = names_of(manager, ["attnres_paper"])
+    assert [row[1] for row in table] == names
+    with data.local(data_folder) as missing:
+        benchmarks = build(manager, names, missing)
+    for row, benchmark in zip(table, benchmarks, strict=True):
+        facts = (benchmark.title, str(benchmark.shots), benchmark.metric, *map(str, benchmark.paper))
+        assert (row[0], *row[3:7]) == facts
+        if (built_on := row[2].rstrip("*")) != "(ours)":
+            assert all(task.startswith(built_on) for task in benchmark.tasks)

@@ -328,6 +328,9 @@ def test_merge_writes_a_checkpoint_that_needs_no_peft(save_model, text_file, tmp
     assert relative_error(logits(AutoModelForCausalLM.from_pretrained(merged).eval()), expected) <= 1e-5
     assert (merged / "modeling_attnres.py").exists()
     assert (merged / "tokenizer.json").exists()
+    card = (merged / "README.md").read_text()
+    assert "fine-tuned." in card
+    assert "Merged from `model-Llama`, with the adapter `out/adapter`, of rank" in card
 
 
 @pytest.mark.slow
