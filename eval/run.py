@@ -111,12 +111,12 @@ def run(
         benchmarks = build(manager, names, missing)
     if not settings.run_code and (code := [benchmark.name for benchmark in benchmarks if benchmark.runs_code]):
         raise EvalError(f"{', '.join(code)} run code that the model writes: allow it with --confirm-run-unsafe-code.")
-    todo = {subject.name: _unfinished(subject, benchmarks, settings, output) for subject in subjects}
+    todo = [(subject, _unfinished(subject, benchmarks, settings, output)) for subject in subjects]
 
     outcomes = []
-    with tqdm(total=sum(map(len, todo.values())), desc="benchmarks", unit="benchmark") as bar:
-        for subject in subjects:
-            failures = _evaluate(subject, todo[subject.name], settings, output, bar)
+    with tqdm(total=sum(len(unfinished) for _, unfinished in todo), desc="benchmarks", unit="benchmark") as bar:
+        for subject, unfinished in todo:
+            failures = _evaluate(subject, unfinished, settings, output, bar)
             results = {
                 benchmark.name: json.loads(path.read_text(encoding="utf-8"))["lm_eval"]
                 for benchmark in benchmarks
@@ -155,18 +155,20 @@ def _source(function: Any) -> Any:
     return inspect.getsource(function)
 
 
-def _unfinished(subject: Subject, benchmarks: list[Benchmark], settings: Settings, output: Path) -> list[Benchmark]:
+def _unfinished(
+    subject: Subject, benchmarks: list[Benchmark], settings: Settings, output: Path
+) -> list[tuple[Benchmark, dict[str, Any]]]:
+    """The benchmarks without results yet, each with what to record of it: running one changes its tasks' configs."""
     todo = []
     for benchmark in benchmarks:
-        file = _file(output, subject, benchmark)
+        file, wanted = _file(output, subject, benchmark), _settings(subject, benchmark, settings)
         if not file.exists():
-            todo.append(benchmark)
+            todo.append((benchmark, wanted))
             continue
         try:
             there = json.loads(file.read_text(encoding="utf-8"))["settings"]
         except (ValueError, KeyError) as error:
             raise EvalError(f"{file} holds no results of this command ({error}); move it away.") from error
-        wanted = _settings(subject, benchmark, settings)
         if differing := [key for key in wanted if there.get(key) != wanted[key]]:
             key = differing[0]
             raise EvalError(
@@ -176,11 +178,13 @@ def _unfinished(subject: Subject, benchmarks: list[Benchmark], settings: Setting
     return todo
 
 
-def _evaluate(subject: Subject, todo: list[Benchmark], settings: Settings, output: Path, bar: tqdm) -> dict[str, str]:
+def _evaluate(
+    subject: Subject, todo: list[tuple[Benchmark, dict[str, Any]]], settings: Settings, output: Path, bar: tqdm
+) -> dict[str, str]:
     """Run what is left to do for one subject; returns why benchmarks failed."""
     failures: dict[str, str] = {}
     model = None
-    for benchmark in todo:
+    for benchmark, record in todo:
         bar.set_description(f"{subject.name}: {benchmark.title}")
         try:
             model = model or _load(subject, settings)
@@ -196,13 +200,12 @@ def _evaluate(subject: Subject, todo: list[Benchmark], settings: Settings, outpu
                 bootstrap_iters=1000,
             )
             if results is not None:  # in a distributed run only the first process has them
-                content = {"settings": _settings(subject, benchmark, settings), "lm_eval": results}
-                _write(_file(output, subject, benchmark), content)
+                _write(_file(output, subject, benchmark), {"settings": record, "lm_eval": results})
         except Exception as error:  # one benchmark's failure, whatever it is, leaves the others
             log.exception("%s on %s failed", subject.name, benchmark.name)
             failures[benchmark.name] = f"{type(error).__name__}: {error}"
             if model is None:  # it cannot be loaded
-                return dict.fromkeys((benchmark.name for benchmark in todo), failures[benchmark.name])
+                return dict.fromkeys((benchmark.name for benchmark, _ in todo), failures[benchmark.name])
         bar.update()
     del model
     gc.collect()
