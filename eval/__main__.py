@@ -1,6 +1,7 @@
 """Evaluate models with Attention Residuals on the benchmarks of the paper, and compare them item by item."""
 
 import logging
+import os
 from pathlib import Path
 from typing import Annotated
 
@@ -61,6 +62,8 @@ def run(
         benchmarks, outcomes = run_benchmarks(subjects, tasks.split(","), settings, output, data)
     except (DataError, EvalError) as error:
         raise _stop(error) from error
+    if int(os.environ.get("RANK", "0")):
+        return  # of several processes (accelerate launch) the first one has the results
     print(write(compare(benchmarks, outcomes), outcomes, output))
     print(f"{output}/table.md, table.json, table.png; details in {output}/MODEL/BENCHMARK.json")
     raise typer.Exit(1 if any(outcome.failures for outcome in outcomes) else 0)

@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from lm_eval.models.huggingface import HFLM
 from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM
 from typer.testing import CliRunner
@@ -239,3 +240,15 @@ def test_the_harness_alone_runs_our_tasks(save_model, tmp_path):
     process = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path)
     assert process.returncode == 0, process.stderr
     assert "bits_per_byte" in process.stdout
+
+
+def test_responses_are_kept_within_a_task(save_model, data_folder, tmp_path, monkeypatch):
+    settings = Settings(**{**vars(SHORT), "cache": True})
+    subjects = subjects_of([save_model()], None)
+    benchmarks, (first,) = run(subjects, NAMES[:2], settings, tmp_path, data_folder)
+    for name in NAMES[:2]:
+        (tmp_path / "Llama" / f"{name}.json").unlink()
+    monkeypatch.setattr(HFLM, "_model_call", None)
+    monkeypatch.setattr(HFLM, "_model_generate", None)
+    _, (again,) = run(subjects, NAMES[:2], settings, tmp_path, data_folder)
+    assert compare(benchmarks, [again]) == compare(benchmarks, [first])
