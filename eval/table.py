@@ -42,7 +42,11 @@ class Difference:
 
 @dataclass(frozen=True)
 class Row:
-    """One benchmark. A model that failed on it has the reason in place of a score."""
+    """One benchmark. A model that failed on it has the reason in place of a score.
+
+    Attributes:
+        alike: how many answers of the first two models are the same text, where they write any.
+    """
 
     benchmark: str
     title: str
@@ -51,6 +55,7 @@ class Row:
     scores: list[Score | str]
     paper: tuple[float, float] | None
     difference: Difference | None
+    alike: int | None
     is_share: bool
     dataset: str
 
@@ -74,6 +79,7 @@ def compare(benchmarks: Sequence[Benchmark], outcomes: Sequence[Outcome]) -> lis
                 scores,
                 benchmark.paper,
                 _difference(*(_items(benchmark, results) for results in both)) if both else None,
+                alike=_alike(benchmark, *both) if both else None,
                 is_share=any(_is_share(benchmark, results) for results in found if results),
                 dataset=benchmark.dataset,
             )
@@ -128,6 +134,16 @@ def _items(benchmark: Benchmark, results: dict[str, Any]) -> dict[tuple[str, int
     }
 
 
+def _alike(benchmark: Benchmark, first: dict[str, Any], second: dict[str, Any]) -> int | None:
+    said = [
+        {(task, sample["doc_id"]): sample["resps"] for task in benchmark.tasks for sample in results["samples"][task]}
+        for results in (first, second)
+    ]
+    if not all(isinstance(text, str) for answers in said for responses in answers.values() for [text, *_] in responses):
+        return None  # likelihoods
+    return sum(said[1].get(item) == responses for item, responses in said[0].items())
+
+
 def _is_share(benchmark: Benchmark, results: dict[str, Any]) -> bool:
     return all(not isinstance(item, list | tuple) and 0 <= item <= 1 for item in _items(benchmark, results).values())
 
@@ -172,7 +188,7 @@ def markdown(rows: Sequence[Row], outcomes: Sequence[Outcome]) -> str:
         line = [row.title, str(row.shots), row.metric, *map(_cell, row.scores)]
         line += [f"{figure:.1f}" for figure in row.paper] if row.paper else ["", ""] * has_paper
         if len(names) > 1:
-            line += _difference_cells(row.difference)
+            line += _difference_cells(row)
         lines.append(line)
     return MarkdownTableWriter(headers=header, value_matrix=lines, margin=1).dumps()
 
@@ -184,14 +200,15 @@ def _cell(score: Score | str) -> str:
     return f"{score.value:.{digits}f}" + (f" ± {score.stderr:.2f}" if score.stderr is not None else "")
 
 
-def _difference_cells(difference: Difference | None) -> list[str]:
-    if difference is None:
+def _difference_cells(row: Row) -> list[str]:
+    if (difference := row.difference) is None:
         return ["", ""]
+    alike = "" if row.alike is None else f"; {row.alike} of {row.scores[0].items} answers alike"
     if difference.test.startswith("the same"):
-        return [difference.test, "1"]
+        return [difference.test + alike, "1"]
     digits = 2 if max(abs(difference.low), abs(difference.high)) >= 0.1 else 5
     interval = " … ".join(f"{bound:+.{digits}f}" for bound in (difference.low, difference.high))
-    return [f"{difference.value:+.{digits}f} [{interval}]", f"{difference.p:.3g} ({difference.test})"]
+    return [f"{difference.value:+.{digits}f} [{interval}]{alike}", f"{difference.p:.3g} ({difference.test})"]
 
 
 def write(rows: Sequence[Row], outcomes: Sequence[Outcome], output: Path) -> str:

@@ -25,12 +25,17 @@ def benchmark(name="quiz", metric="acc", paper=None, tasks=("one", "two")):
 
 
 def results_of(values, name="quiz", metric="acc", value=None, stderr=0.02):
-    """The harness's results: values of a metric by task."""
+    """The harness's results: values of a metric by task. What a model said is its value; no text for log-likelihoods."""
     return {
         "results": {name: {f"{metric},none": value, f"{metric}_stderr,none": stderr}},
         "samples": {
             task: [
-                {"doc_id": i, "filter": filter_name, metric: v if filter_name == "none" else 7}
+                {
+                    "doc_id": i,
+                    "filter": filter_name,
+                    "resps": [[v if isinstance(v, tuple) else f"I say {v}"]],
+                    metric: v if filter_name == "none" else 7,
+                }
                 for i, v in enumerate(found)
                 for filter_name in ("none", "other")
             ]
@@ -110,7 +115,14 @@ def test_a_row_has_scores_in_percent_and_the_difference_of_the_first_two():
     assert row.difference.p == pytest.approx(2 * 1 / 2**2)
     table = markdown([row], outcomes)
     assert "| Quiz |     5 | acc    | 40.00 ± 2.00 | 80.00 ± 10.00 |" in table
-    for cell in ("36.9", "44.4", "ours − base", "+40.00 [+0.00 … +80.00]", "0.5 (McNemar)", "paper: AttnRes"):
+    for cell in (
+        "36.9",
+        "44.4",
+        "ours − base",
+        "+40.00 [+0.00 … +80.00]; 3 of 5 answers alike",
+        "0.5 (McNemar)",
+        "paper: AttnRes",
+    ):
         assert cell in table
 
 
@@ -131,12 +143,13 @@ def test_bits_per_byte_are_compared_by_text():
     (row,) = compare([text], outcomes)
     assert row.scores[0].value == pytest.approx(400 / 300 / math.log(2))
     assert row.difference.value == pytest.approx(-10 / 300 / math.log(2))
+    assert row.alike is None
 
 
 def test_equal_answers_say_so():
     outcomes = [outcome(name, {"quiz": results_of({"one": [1, 0], "two": [1]}, value=2 / 3)}) for name in ("a", "b")]
     rows = compare([benchmark()], outcomes)
-    assert "the same item for item" in markdown(rows, outcomes)
+    assert "| the same item for item; 3 of 3 answers alike |" in markdown(rows, outcomes)
 
 
 def test_a_failure_has_its_reason_and_other_items_are_not_compared(tmp_path):
