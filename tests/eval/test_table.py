@@ -25,7 +25,7 @@ def benchmark(name="quiz", metric="acc", paper=None, tasks=("one", "two")):
 
 
 def results_of(values, name="quiz", metric="acc", value=None, stderr=0.02):
-    """The harness's results: values of a metric by task. What a model said is its value; no text for log-likelihoods."""
+    """The harness's results: values of a metric by task. A model says its value, or, of log-likelihoods, no text."""
     return {
         "results": {name: {f"{metric},none": value, f"{metric}_stderr,none": stderr}},
         "samples": {
