@@ -206,9 +206,9 @@ def _difference_cells(row: Row) -> list[str]:
     alike = "" if row.alike is None else f"; {row.alike} of {row.scores[0].items} answers alike"
     if difference.test.startswith("the same"):
         return [difference.test + alike, "1"]
-    digits = 2 if max(abs(difference.low), abs(difference.high)) >= 0.1 else 5
-    interval = " … ".join(f"{bound:+.{digits}f}" for bound in (difference.low, difference.high))
-    return [f"{difference.value:+.{digits}f} [{interval}]{alike}", f"{difference.p:.3g} ({difference.test})"]
+    form = "+.2f" if max(abs(difference.low), abs(difference.high)) >= 0.1 else "+.1g"
+    value, low, high = (format(number, form) for number in (difference.value, difference.low, difference.high))
+    return [f"{value} [{low} … {high}]{alike}", f"{difference.p:.3g} ({difference.test})"]
 
 
 def write(rows: Sequence[Row], outcomes: Sequence[Outcome], output: Path) -> str:
