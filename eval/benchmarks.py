@@ -1,16 +1,20 @@
 """The benchmarks a name stands for, built from the harness's tasks and ours, and what is known of each."""
 
+import inspect
+import json
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, cached_property, partial
 from pathlib import Path
 from typing import Any
 
 from lm_eval.api.group import Group
 from lm_eval.api.task import Task
 from lm_eval.tasks import TaskManager
+from lm_eval.tasks._factory import GROUP_FIELD_NAMES
 from lm_eval.tasks._index import Kind
 from lm_eval.tasks._yaml_loader import load_yaml
+from lm_eval.utils import hash_string
 
 from .data import DataError
 
@@ -36,7 +40,6 @@ class Benchmark:
     tasks: dict[str, Task]
     metric: str
     filter: str
-    higher_is_better: bool
     paper: tuple[float, float] | None
 
     @property
@@ -52,6 +55,18 @@ class Benchmark:
     def runs_code(self) -> bool:
         return any(task.config.unsafe_code for task in self.tasks.values())
 
+    @cached_property
+    def fingerprint(self) -> str:
+        """A hash of what the tasks do, the same in every process and every clone.
+
+        Ask for it before a task runs: that changes its config.
+        """
+        configs = {name: task.config.to_dict(keep_callable=True) for name, task in self.tasks.items()}
+        for config in configs.values():
+            config.pop("metadata", None)  # where the task's file lies
+        tasks = [configs, {name: len(task.eval_docs) for name, task in self.tasks.items()}]
+        return hash_string(json.dumps(tasks, default=_source, sort_keys=True))
+
     def request(self) -> Group | Task:
         """What to hand to `lm_eval.simple_evaluate`."""
         if list(self.tasks) == [self.name]:
@@ -66,6 +81,13 @@ class Benchmark:
         for task in self.tasks.values():
             group.add(task)
         return group
+
+
+def _source(function: Any) -> Any:
+    """What tells a task's function from another: its source."""
+    if isinstance(function, partial):
+        return [_source(function.func), function.args, function.keywords]
+    return inspect.getsource(function)
 
 
 @cache
@@ -132,11 +154,13 @@ def _members(manager: TaskManager, name: str, overrides: dict[str, Any]) -> Iter
         for task in sorted(entry.tags):
             yield {**overrides, "task": task}
     elif entry.kind is Kind.GROUP:
-        for item in load_yaml(entry.yaml_path)["task"]:
+        group = load_yaml(entry.yaml_path)
+        set_for_all = {key: value for key, value in group.items() if key not in GROUP_FIELD_NAMES} | overrides
+        for item in group["task"]:
             item = {"task": item} if isinstance(item, str) else item
             member = item.get("task") or item["group"]
-            inner = {key: value for key, value in item.items() if key not in ("task", "group")}
-            yield from _members(manager, member, {**overrides, **inner})
+            set_for_it = {key: value for key, value in item.items() if key not in ("task", "group")}
+            yield from _members(manager, member, set_for_all | set_for_it)
     else:
         yield {**overrides, "task": name}
 
@@ -155,6 +179,5 @@ def _describe(manager: TaskManager, name: str, tasks: dict[str, Task]) -> Benchm
         tasks=tasks,
         metric=metric,
         filter=filter_name if isinstance(filter_name, str) else filter_name[0],
-        higher_is_better=first.higher_is_better()[metric],
         paper=(paper["baseline"], paper["attnres"]) if paper else None,
     )

@@ -1,9 +1,7 @@
 """Run benchmarks on models, one model in memory at a time, keeping each finished benchmark."""
 
 import contextlib
-import functools
 import gc
-import inspect
 import json
 import logging
 import os
@@ -16,7 +14,7 @@ import torch
 from lm_eval import simple_evaluate
 from lm_eval.api.model import LM
 from lm_eval.api.registry import get_model
-from lm_eval.utils import handle_non_serializable, hash_string, simple_parse_args_string
+from lm_eval.utils import handle_non_serializable, simple_parse_args_string
 from tqdm import tqdm
 
 from . import data as local_data
@@ -131,11 +129,7 @@ def _file(output: Path, subject: Subject, benchmark: Benchmark) -> Path:
 
 
 def _settings(subject: Subject, benchmark: Benchmark, settings: Settings) -> dict[str, Any]:
-    """All that a score depends on, the same in every process and every clone."""
-    configs = {name: task.config.to_dict(keep_callable=True) for name, task in benchmark.tasks.items()}
-    for config in configs.values():
-        config.pop("metadata", None)  # where the task's file lies
-    tasks = [configs, {name: len(task.eval_docs) for name, task in benchmark.tasks.items()}]
+    """All that a score depends on."""
     return {
         **subject.identity(),
         "backend": settings.backend,
@@ -143,16 +137,9 @@ def _settings(subject: Subject, benchmark: Benchmark, settings: Settings) -> dic
         "gen_kwargs": settings.gen_kwargs,
         "limit": settings.limit,
         "chat_template": settings.chat_template,
-        "tasks": hash_string(json.dumps(tasks, default=_source, sort_keys=True)),
+        "tasks": benchmark.fingerprint,
         "versions": {name: version(name) for name in ("lm_eval", "transformers", "torch")},
     }
-
-
-def _source(function: Any) -> Any:
-    """What tells a task's function from another: its source."""
-    if isinstance(function, functools.partial):
-        return [_source(function.func), function.args, function.keywords]
-    return inspect.getsource(function)
 
 
 def _unfinished(
