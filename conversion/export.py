@@ -4,8 +4,8 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 
 import torch
+from huggingface_hub.constants import REPOCARD_NAME
 
-from model_cards.card import NAME as CARD
 from model_cards.provenance import NAME as PROVENANCE
 from modeling_attnres.configuration_attnres import AttnResFields, base_class
 from modeling_attnres.modeling_attnres import FAMILIES
@@ -44,7 +44,7 @@ def export(source: str, target: Path) -> ExportReport:
         base_type = config.base_model_type()
         with complete_or_absent(target) as folder:
             write_base_shards(checkpoint, folder)
-            ours = (PROVENANCE, CARD) if (checkpoint.folder / PROVENANCE).exists() else ()
+            ours = (PROVENANCE, REPOCARD_NAME) if (checkpoint.folder / PROVENANCE).exists() else ()
             copy_other_files(checkpoint, folder, without=(*(path.name for path in code_files()), *ours))
             dropped = {*(field.name for field in fields(AttnResFields)), "auto_map", "architectures", "model_type"}
             kept = {key: value for key, value in config.to_dict().items() if key not in dropped}

@@ -8,16 +8,16 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from huggingface_hub.constants import REPOCARD_NAME
 from transformers import PreTrainedConfig
 
 from model_cards.blocks import describe_blocks
-from model_cards.card import write_card
 from modeling_attnres.modeling_attnres import FAMILIES
 
 from .checkpoint import CONFIG_NAME, Checkpoint, CheckpointError, open_source
 from .files import check_target, complete_or_absent
 from .verify import Verification, verify_checkpoints
-from .writing import add_shard, copy_checkpoint, copy_code, describe_origin
+from .writing import add_card, add_shard, copy_checkpoint, copy_code
 
 
 @dataclass(frozen=True)
@@ -73,7 +73,7 @@ class PortReport:
             f"blocks     {describe_blocks(self.config)}\n"
             f"parameters {self.parameters_added:,} added: a zero query and a unit norm for each of "
             f"{2 * self.config.num_hidden_layers + 1} sites\n"
-            f"card       {self.target / 'README.md'}\n"
+            f"card       {self.target / REPOCARD_NAME}\n"
             f"{verified}\n"
             f"try it:\n{try_command(self.target)}"
         )
@@ -118,8 +118,7 @@ def port(
             verification = verify_checkpoints(checkpoint, Checkpoint(folder)) if verify else None
             if verification and not verification.passed:
                 raise CheckpointError(f"the port of {source} does not compute what it computes:\n{verification}")
-            describe_origin(checkpoint, source, "port", verification and verification.record()).write(folder)
-            write_card(folder, name=target.name)
+            add_card(folder, target.name, checkpoint, source, "port", verification and verification.record())
     return PortReport(target, config, added, verification)
 
 

@@ -13,13 +13,11 @@ import torch
 from tqdm import tqdm
 from transformers import MixtralConfig
 
-from model_cards.card import write_card
-
 from .checkpoint import CONFIG_NAME, Checkpoint, CheckpointError, open_source
 from .files import check_target, complete_or_absent
 from .port import Blocks, PortReport, add_depth_attention, attnres_config
 from .verify import relative_difference
-from .writing import copy_other_files, describe_origin, write_shards
+from .writing import add_card, copy_other_files, write_shards
 
 
 MLP_TENSOR = re.compile(r"(?P<layer>.*layers\.\d+\.)mlp\.(?P<part>gate_proj|up_proj|down_proj)\.weight$")
@@ -97,8 +95,7 @@ def upcycle(
                 "noise": f"{expert_noise:g}",
                 "seed": f"{seed}",
             }
-            describe_origin(checkpoint, source, "upcycle", **made).write(folder)
-            write_card(folder, name=target.name)
+            add_card(folder, target.name, checkpoint, source, "upcycle", **made)
     return UpcycleReport(PortReport(target, attnres, added), experts, top_k, expert_noise, change)
 
 

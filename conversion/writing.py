@@ -11,6 +11,7 @@ from safetensors.torch import save_file
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
 import modeling_attnres
+from model_cards.card import write_card
 from model_cards.provenance import Provenance, Verified, hash_files, of_card
 
 from .checkpoint import CONFIG_NAME, OTHER_WEIGHTS, Checkpoint
@@ -114,18 +115,28 @@ def copy_code(folder: Path) -> None:
         shutil.copyfile(path, folder / path.name)
 
 
-def describe_origin(
-    checkpoint: Checkpoint, source: str, made_by: str, verified: Verified | None = None, **details: str
-) -> Provenance:
-    """What to record of a checkpoint made from `checkpoint`, which was given as `source`; hashes its weight files."""
+def add_card(
+    folder: Path,
+    name: str,
+    checkpoint: Checkpoint,
+    source: str,
+    made_by: str,
+    verified: Verified | None = None,
+    **details: str,
+) -> None:
+    """Record how the checkpoint `name`, in `folder`, was made, and write its card.
+
+    It was made from `checkpoint`, which was given as `source` and whose weight files are hashed.
+    """
     path = Path(source).expanduser()
     files = [path] if path.is_file() else [checkpoint.folder / name for name in checkpoint.shards]
     is_hub_id = not path.exists()
-    return Provenance(
+    Provenance(
         made_by=made_by,
         source=source if is_hub_id else path.resolve().name,
         shards=hash_files(files),
         details=details,
         verified=verified,
         **of_card(checkpoint.folder) | ({"base_model": source} if is_hub_id else {}),
-    )
+    ).write(folder)
+    write_card(folder, name=name)

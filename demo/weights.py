@@ -5,6 +5,7 @@ from pathlib import Path
 
 from filelock import FileLock
 from huggingface_hub import ModelCard, ModelCardData
+from huggingface_hub.constants import REPOCARD_NAME
 
 from conversion.checkpoint import CheckpointError, open_source
 from conversion.files import complete_or_absent, take_over
@@ -29,5 +30,7 @@ def smollm2(folder: Path = CHECKPOINTS / "SmolLM2-135M-Instruct") -> Path:
         if not folder.exists():
             with open_source(str(smollm2_gguf())) as checkpoint, complete_or_absent(folder) as incomplete:
                 take_over({path: incomplete / path.name for path in checkpoint.folder.iterdir()})
-                ModelCard.from_template(CARD, template_str="---\n{{ card_data }}\n---\n").save(incomplete / "README.md")
+                ModelCard.from_template(CARD, template_str="---\n{{ card_data }}\n---\n").save(
+                    incomplete / REPOCARD_NAME
+                )
     return folder

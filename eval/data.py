@@ -55,10 +55,6 @@ class DataError(ValueError):
     """Data that cannot be used; the message names the file and line, what was found and what was expected."""
 
 
-class MissingData(DataError):
-    """A file that is not there."""
-
-
 @contextlib.contextmanager
 def local(folder: Path) -> Iterator[list[str]]:
     """Within the block `datasets.load_dataset`, which the harness calls, reads from `folder`.

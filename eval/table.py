@@ -3,7 +3,7 @@
 import json
 import math
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -65,9 +65,15 @@ def compare(benchmarks: Sequence[Benchmark], outcomes: Sequence[Outcome]) -> lis
     rows = []
     for benchmark in benchmarks:
         found = [outcome.results.get(benchmark.name) for outcome in outcomes]
+        items = [_items(benchmark, results) if results else {} for results in found]
+        values = [value for answered in items for value in answered.values()]
+        is_share = bool(values) and all(isinstance(value, int | float) and 0 <= value <= 1 for value in values)
+        scale = 100 if is_share else 1
         scores = [
-            _score(benchmark, results) if results else f"failed: {outcome.failures.get(benchmark.name, 'not run')}"
-            for outcome, results in zip(outcomes, found)
+            _score(benchmark, results, len(answered), scale)
+            if results
+            else f"failed: {outcome.failures.get(benchmark.name, 'not run')}"
+            for outcome, results, answered in zip(outcomes, found, items)
         ]
         both = found[:2] if len(found) > 1 and all(found[:2]) else None
         rows.append(
@@ -78,9 +84,9 @@ def compare(benchmarks: Sequence[Benchmark], outcomes: Sequence[Outcome]) -> lis
                 benchmark.shots,
                 scores,
                 benchmark.paper,
-                _difference(*(_items(benchmark, results) for results in both)) if both else None,
+                _difference(*items[:2], scale) if both else None,
                 alike=_alike(benchmark, *both) if both else None,
-                is_share=any(_is_share(benchmark, results) for results in found if results),
+                is_share=is_share,
                 dataset=benchmark.dataset,
             )
         )
@@ -144,36 +150,25 @@ def _alike(benchmark: Benchmark, first: dict[str, Any], second: dict[str, Any]) 
     return sum(said[1].get(item) == responses for item, responses in said[0].items())
 
 
-def _is_share(benchmark: Benchmark, results: dict[str, Any]) -> bool:
-    return all(not isinstance(item, list | tuple) and 0 <= item <= 1 for item in _items(benchmark, results).values())
-
-
-def _score(benchmark: Benchmark, results: dict[str, Any]) -> Score:
+def _score(benchmark: Benchmark, results: dict[str, Any], items: int, scale: float) -> Score:
     found = results["results"][benchmark.name]
-    key = f"{benchmark.metric},{benchmark.filter}"
     stderr = found.get(f"{benchmark.metric}_stderr,{benchmark.filter}")
-    scale = 100 if _is_share(benchmark, results) else 1
     return Score(
-        found[key] * scale,
+        found[f"{benchmark.metric},{benchmark.filter}"] * scale,
         stderr * scale if isinstance(stderr, int | float) and math.isfinite(stderr) else None,
-        len(_items(benchmark, results)),
+        items,
     )
 
 
-def _difference(first: dict, second: dict) -> Difference | None:
+def _difference(first: dict, second: dict, scale: float) -> Difference | None:
     if first.keys() != second.keys():
         return None  # of other limits: not the same items
     values = [np.array([items[key] for key in first], dtype=float) for items in (first, second)]
     if values[0].ndim == 1:
-        share = all(((side >= 0) & (side <= 1)).all() for side in values)
-        return _scaled(paired_difference(*values), 100 if share else 1)
+        found = paired_difference(*values)
+        return replace(found, value=found.value * scale, low=found.low * scale, high=found.high * scale)
     sizes = values[0][:, 1]  # a text's log-likelihood and bytes: bits per byte
     return paired_difference(*(-side[:, 0] / sizes / math.log(2) for side in values), weights=sizes)
-
-
-def _scaled(difference: Difference, scale: float) -> Difference:
-    values = (difference.value * scale, difference.low * scale, difference.high * scale)
-    return Difference(*values, difference.p, difference.test)
 
 
 def markdown(rows: Sequence[Row], outcomes: Sequence[Outcome]) -> str:

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from huggingface_hub import EvalResult, ModelCard, ModelCardData
+from huggingface_hub.constants import REPOCARD_NAME
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, PreTrainedConfig
 
 import modeling_attnres  # noqa: F401, registers the families with the Auto classes
@@ -16,7 +17,6 @@ from .provenance import Provenance, read
 
 
 TEMPLATE = Path(__file__).with_name("template.md")
-NAME = "README.md"
 
 
 class CardError(ValueError):
@@ -69,7 +69,7 @@ def write_card(
         results=_rows(results, path, name) if results else [],
         training=_json(training / "result.json", "held_out_loss", "steps", "recipe") if training else None,
     )
-    output = output or path / NAME
+    output = output or path / REPOCARD_NAME
     card = ModelCard.from_template(_card_data(facts), template_path=str(TEMPLATE), **_text(facts))
     output.parent.mkdir(parents=True, exist_ok=True)
     partial = output.with_name(f".{output.name}.incomplete")

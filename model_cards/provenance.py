@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from huggingface_hub import ModelCard
+from huggingface_hub.constants import REPOCARD_NAME
 from tqdm import tqdm
 from yaml import YAMLError
 
@@ -81,7 +82,7 @@ def read(folder: Path) -> Provenance | None:
 def of_card(folder: Path) -> dict[str, Any]:
     """What a folder's own card says of its license, languages and base model, as fields of `Provenance`."""
     try:
-        data = ModelCard.load(folder / "README.md").data
+        data = ModelCard.load(folder / REPOCARD_NAME).data
     except (OSError, ValueError, YAMLError):
         return {}  # no card, or none that can be read
     base, languages = data.base_model, data.language

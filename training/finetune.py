@@ -26,8 +26,7 @@ from transformers import (
 import modeling_attnres  # noqa: F401 (registers the model types with the Auto classes)
 from conversion.checkpoint import open_source
 from conversion.files import complete_or_absent
-from conversion.writing import describe_origin
-from model_cards.card import write_card
+from conversion.writing import add_card
 
 from .data import Collator, DataError, hold_out, make_rows, read_documents
 from .monitor import DepthMonitor
@@ -322,8 +321,7 @@ def merge(adapter: Path, target: Path) -> None:
     with complete_or_absent(target) as folder, open_source(base) as checkpoint:
         merged.save_pretrained(folder)
         AutoTokenizer.from_pretrained(base).save_pretrained(folder)
-        describe_origin(checkpoint, base, "merge", **details).write(folder)
-        write_card(folder, name=target.name)
+        add_card(folder, target.name, checkpoint, base, "merge", **details)
 
 
 def _plain(value):

@@ -21,7 +21,7 @@ class Task:
 
 
 def benchmark(name="quiz", metric="acc", paper=None, tasks=("one", "two")):
-    return Benchmark(name, name.title(), dict.fromkeys(tasks, Task), metric, "none", True, paper)
+    return Benchmark(name, name.title(), dict.fromkeys(tasks, Task), metric, "none", paper)
 
 
 def results_of(values, name="quiz", metric="acc", value=None, stderr=0.02):
