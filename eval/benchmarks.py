@@ -8,6 +8,7 @@ from functools import cache, cached_property, partial
 from pathlib import Path
 from typing import Any
 
+from huggingface_hub import is_offline_mode
 from lm_eval.api.group import Group
 from lm_eval.api.task import Task
 from lm_eval.tasks import TaskManager
@@ -20,6 +21,7 @@ from .data import DataError
 
 
 TASKS = Path(__file__).parent / "tasks"
+WITHOUT_NETWORK = "To evaluate without a network, fill a folder by `python -m eval fetch` where there is one: --data."
 
 
 class EvalError(ValueError):
@@ -124,7 +126,8 @@ def build(manager: TaskManager, names: list[str], missing: list[str]) -> list[Be
         missing: filled, as tasks are built, with the files that were looked for in vain (see `data.local`).
 
     Raises:
-        DataError: names all files that are missing, or all that are malformed.
+        DataError: names all files that are missing, or all that are malformed; or the first one that the hub, which
+            cannot be reached, should have given.
     """
     benchmarks, problems = [], []
     for name in names:
@@ -135,6 +138,10 @@ def build(manager: TaskManager, names: list[str], missing: list[str]) -> list[Be
                 tasks |= manager.load([{"group": name, "task": [member]}])["tasks"]
             except DataError as error:
                 problems.append(str(error))
+            except ConnectionError as error:
+                problems.append(f"{member['task']}: {error}. {WITHOUT_NETWORK}")
+                if not is_offline_mode():  # each other data set would wait for the hub as long, in vain
+                    raise DataError(problems[-1]) from error
             except Exception as error:
                 if len(missing) == before:  # else it failed for want of rows
                     problems.append(f"{member['task']} cannot be built: {type(error).__name__}: {error}")

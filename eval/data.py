@@ -85,7 +85,9 @@ def fetching(folder: Path) -> Iterator[list[Path]]:
             if _find(folder, path, name, split) is None:
                 try:
                     rows = _bundled(path, split) or from_hub(path, name, split=split, **kwargs)
-                except Exception as error:  # whatever the hub, the network or the data set raise
+                except ConnectionError:  # not a matter of this data set
+                    raise
+                except Exception as error:  # whatever the hub or the data set raise
                     what = " ".join(filter(None, (path, name, split)))
                     raise DataError(f"{what} cannot be fetched: {error} {GATED.get(path, '')}".strip()) from error
                 target = _stem(folder, path, name, split).with_suffix(".parquet")

@@ -2,8 +2,10 @@
 
 import csv
 import json
+from contextlib import nullcontext
 
 import datasets
+import huggingface_hub
 import hypothesis.strategies as st
 import pytest
 from hypothesis import given
@@ -160,6 +162,26 @@ def test_a_gated_data_set_says_how_to_get_access(manager, tmp_path, monkeypatch)
     ):
         build(manager, ["attnres_gpqa_diamond"], [])
     assert not list(tmp_path.rglob("*.parquet"))
+
+
+@pytest.mark.parametrize("fetching", [False, True])
+@pytest.mark.parametrize(("offline", "asked_for"), [(False, 1), (True, 3)])
+def test_a_hub_out_of_reach_is_waited_for_once(manager, tmp_path, monkeypatch, fetching, offline, asked_for):
+    asked = []
+
+    def wait(path, *args, **kwargs):
+        asked.append(path)
+        raise ConnectionError(f"Couldn't reach '{path}' on the Hub")
+
+    monkeypatch.setattr(datasets, "load_dataset", wait)
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", offline)
+    names = ["attnres_cmath", "attnres_gsm8k", "attnres_arc_challenge"]
+    with data.fetching(tmp_path) if fetching else nullcontext(), pytest.raises(DataError) as raised:
+        build(manager, names, [])
+    assert len(asked) == asked_for
+    lines = str(raised.value).splitlines()
+    assert len(lines) == asked_for
+    assert lines[0].startswith("attnres_cmath: Couldn't reach 'weitianwen/cmath' on the Hub. To evaluate without")
 
 
 def test_loading_is_put_back(tmp_path):
