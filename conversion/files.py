@@ -1,4 +1,4 @@
-"""Writing folders that are complete or absent, and taking over large files cheaply."""
+"""Writing folders and files that are complete or absent, and taking over large files cheaply."""
 
 import contextlib
 import errno
@@ -67,6 +67,18 @@ def complete_or_absent(target: Path) -> Iterator[Path]:
             raise
     finally:
         os.close(descriptor)
+
+
+@contextlib.contextmanager
+def whole_file(path: Path) -> Iterator[Path]:
+    """A file to write, that becomes `path` (whose folder is made) when the block ends without an error."""
+    partial = path.with_name(f".{path.name}.incomplete")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        yield partial
+        os.replace(partial, path)
+    finally:
+        partial.unlink(missing_ok=True)
 
 
 def _empty(folder: Path) -> None:

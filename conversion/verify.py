@@ -125,8 +125,8 @@ def _same_bytes(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 def tokenize(folder: Path, text: str, vocab_size: int, max_tokens: int = 512) -> torch.Tensor:
     try:
-        tokenizer = AutoTokenizer.from_pretrained(folder)
-    except (OSError, ValueError):  # a checkpoint without a tokenizer: the text's bytes will do
+        tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
+    except (OSError, ValueError):  # no tokenizer, or one that is code, which is not run: the text's bytes will do
         return torch.tensor([[byte % vocab_size for byte in text.encode()[:max_tokens]]])
     return tokenizer(text, return_tensors="pt", truncation=True, max_length=max_tokens)["input_ids"]
 

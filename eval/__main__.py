@@ -65,7 +65,7 @@ def run(
     if int(os.environ.get("RANK", "0")):
         return  # of several processes (accelerate launch) the first one has the results
     print(write(compare(benchmarks, outcomes), outcomes, output))
-    print(f"{output}/table.md, table.json, table.png; details in {output}/MODEL/BENCHMARK.json")
+    print(f"{', '.join(map(str, sorted(output.glob('table.*'))))}; details in {output}/MODEL/BENCHMARK.json")
     raise typer.Exit(1 if any(outcome.failures for outcome in outcomes) else 0)
 
 

@@ -15,6 +15,8 @@ from pathlib import Path
 
 import datasets
 
+from conversion.files import whole_file
+
 
 FORMATS = (".jsonl", ".csv", ".parquet")
 
@@ -91,10 +93,8 @@ def fetching(folder: Path) -> Iterator[list[Path]]:
                     what = " ".join(filter(None, (path, name, split)))
                     raise DataError(f"{what} cannot be fetched: {error} {GATED.get(path, '')}".strip()) from error
                 target = _stem(folder, path, name, split).with_suffix(".parquet")
-                target.parent.mkdir(parents=True, exist_ok=True)
-                partial = target.with_suffix(".incomplete")
-                rows.to_parquet(partial)
-                partial.rename(target)
+                with whole_file(target) as partial:
+                    rows.to_parquet(partial)
                 written.append(target)
             return _read_split(folder, path, name, split, [])
 

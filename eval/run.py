@@ -4,7 +4,6 @@ import contextlib
 import gc
 import json
 import logging
-import os
 from dataclasses import dataclass, field
 from importlib.metadata import version
 from pathlib import Path
@@ -16,6 +15,8 @@ from lm_eval.api.model import LM
 from lm_eval.api.registry import get_model
 from lm_eval.utils import handle_non_serializable, simple_parse_args_string
 from tqdm import tqdm
+
+from conversion.files import whole_file
 
 from . import data as local_data
 from .benchmarks import Benchmark, EvalError, build, names_of, task_manager
@@ -215,7 +216,5 @@ def _load(subject: Subject, settings: Settings) -> LM:
 
 
 def _write(file: Path, content: dict[str, Any]) -> None:
-    file.parent.mkdir(parents=True, exist_ok=True)
-    partial = file.with_suffix(".incomplete")
-    partial.write_text(json.dumps(content, default=handle_non_serializable, ensure_ascii=False), encoding="utf-8")
-    os.replace(partial, file)
+    with whole_file(file) as partial:
+        partial.write_text(json.dumps(content, default=handle_non_serializable, ensure_ascii=False), encoding="utf-8")

@@ -12,6 +12,8 @@ import numpy as np
 from pytablewriter import MarkdownTableWriter
 from scipy import stats
 
+from conversion.files import whole_file
+
 from .benchmarks import Benchmark
 from .run import Outcome
 
@@ -208,11 +210,12 @@ def _difference_cells(row: Row) -> list[str]:
 
 def write(rows: Sequence[Row], outcomes: Sequence[Outcome], output: Path) -> str:
     """Write `table.md`, `table.json` and `table.png` to `output`; returns the table."""
-    output.mkdir(parents=True, exist_ok=True)
     table = markdown(rows, outcomes)
-    (output / "table.md").write_text(table, encoding="utf-8")
+    with whole_file(output / "table.md") as file:
+        file.write_text(table, encoding="utf-8")
     content = {"models": [asdict(outcome.subject) for outcome in outcomes], "rows": [asdict(row) for row in rows]}
-    (output / "table.json").write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+    with whole_file(output / "table.json") as file:
+        file.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
     _draw(rows, [outcome.subject.name for outcome in outcomes], output / "table.png")
     return table
 
@@ -243,5 +246,6 @@ def _draw(rows: Sequence[Row], names: list[str], file: Path) -> None:
     axes.invert_yaxis()
     axes.grid(axis="x", alpha=0.3)
     axes.legend(fontsize=8)
-    figure.savefig(file, dpi=120)
+    with whole_file(file) as partial:
+        figure.savefig(partial, dpi=120, format="png")
     pyplot.close(figure)

@@ -134,6 +134,9 @@ def _run(isolation: list[str], code: str, tests: str, limits: Limits) -> str:
                 start_new_session=True,
                 pass_fds=(report_end, secret_end),
             )
+        except OSError:
+            os.close(report)
+            raise
         finally:
             os.close(report_end)
             os.close(secret_end)

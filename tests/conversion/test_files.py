@@ -12,7 +12,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from conversion.checkpoint import Checkpoint, CheckpointError
-from conversion.files import complete_or_absent
+from conversion.files import complete_or_absent, whole_file
 from conversion.port import port
 from tests.conversion.checkpoints import all_tensors
 from tests.families import BY_NAME, tokens
@@ -115,6 +115,17 @@ def test_links(source, tmp_path):
     for old, new in zip(Checkpoint(source).shards, linked.shards[:-1], strict=True):
         assert os.path.samefile(source / old, tmp_path / "target" / new)
     assert not os.path.samefile(source / "config.json", tmp_path / "target" / "config.json")
+
+
+def test_a_file_is_replaced_whole_or_not_at_all(tmp_path):
+    path = tmp_path / "new folder" / "table.json"
+    with whole_file(path) as file:
+        file.write_text("first")
+        assert not path.exists()
+    with pytest.raises(OSError, match="disk"), whole_file(path) as file:
+        file.write_text("half")
+        raise OSError("disk")
+    assert [(entry.name, entry.read_text()) for entry in path.parent.iterdir()] == [("table.json", "first")]
 
 
 @pytest.mark.parametrize("shard_size", ["100KB", "5GB"])

@@ -228,7 +228,7 @@ def test_fetch_says_what_could_not_be_had_and_what_was(tmp_path):
     assert "openai_humaneval/test.parquet" in result.stdout
     result = invoke("fetch", "--tasks", "attnres_cmath", "--data", tmp_path)  # no hub in tests
     assert result.exit_code == 2
-    assert "weitianwen/cmath test cannot be fetched" in result.stderr
+    assert "attnres_cmath: Couldn't reach 'weitianwen/cmath' on the Hub" in result.stderr
 
 
 @pytest.mark.slow

@@ -162,11 +162,19 @@ def test_without_namespaces_there_is_a_warning_and_there_are_limits(monkeypatch,
         sandbox._isolation.cache_clear()
 
 
-def test_leaves_no_files(tmp_path, monkeypatch):
+@pytest.mark.parametrize("util_linux", [True, False])
+def test_leaves_no_files_and_no_pipes(util_linux, tmp_path, monkeypatch):
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    if not util_linux:
+        monkeypatch.setattr(os, "defpath", str(tmp_path))
+        sandbox._isolation.cache_clear()
+    before = os.listdir("/proc/self/fd")
     run_sample("open('left', 'w').write('x')", "")
     run_sample("while True: pass", "", Limits(seconds=1))
     assert list(tmp_path.iterdir()) == []
+    assert os.listdir("/proc/self/fd") == before
+    if not util_linux:
+        sandbox._isolation.cache_clear()
 
 
 def test_the_harness_loads_it_without_this_project(tmp_path):
