@@ -12,6 +12,8 @@ attention enters the KV cache.
 Shapes: B batch, T tokens, D hidden size, L decoder layers, S = 2L + 1 sites, N closed blocks.
 """
 
+from dataclasses import dataclass
+
 import torch
 from torch import nn
 from transformers import (
@@ -38,7 +40,7 @@ from transformers.masking_utils import (
     create_recurrent_attention_mask,
     create_sliding_window_causal_mask,
 )
-from transformers.modeling_outputs import BaseModelOutputWithPast, MoeModelOutputWithPast
+from transformers.modeling_outputs import MoeCausalLMOutputWithPast, MoeModelOutputWithPast
 from transformers.models.deepseek_v3.modeling_deepseek_v3 import (
     DeepseekV3DecoderLayer,
     DeepseekV3RMSNorm,
@@ -74,6 +76,20 @@ from .configuration_attnres import (
     AttnResQwen3MoeConfig,
     base_class,
 )
+
+
+@dataclass
+class AttnResModelOutput(MoeModelOutputWithPast):
+    """What a model returns: its base family's outputs and, if asked for, each site's depth weights `[B, T, sources]`."""
+
+    depth_attentions: tuple[torch.Tensor, ...] | None = None
+
+
+@dataclass
+class AttnResCausalLMOutput(MoeCausalLMOutputWithPast):
+    """What a causal LM returns that is asked for depth weights: they are a field, since FSDP drops what is none."""
+
+    depth_attentions: tuple[torch.Tensor, ...] | None = None
 
 
 class AttnResDecoderLayer:
@@ -169,7 +185,6 @@ class AttnResModel(AttnResPreTrainedModel):
     base_decoder_layer_class: type[nn.Module]  # used as it is in mode "none"
     norm_class: type[nn.Module]
     rotary_class: type[nn.Module] | None = None
-    output_class = MoeModelOutputWithPast
 
     def __init__(self, config):
         config.validate_attn_res()  # fields may have been set since the config was made
@@ -209,7 +224,7 @@ class AttnResModel(AttnResPreTrainedModel):
         use_cache: bool | None = None,
         output_depth_attentions: bool | None = None,
         **kwargs,
-    ) -> BaseModelOutputWithPast | MoeModelOutputWithPast:
+    ) -> AttnResModelOutput:
         """The base model's forward, with depth attention in the loop over layers.
 
         `output_depth_attentions=True` adds `depth_attentions`: the depth weights of every site in order, the output
@@ -245,7 +260,7 @@ class AttnResModel(AttnResPreTrainedModel):
                 hidden_states = layer(hidden_states, attention_mask=mask, **kwargs)
         else:
             hidden_states = self.attend_over_depth(inputs_embeds, masks, output_depth_attentions, **kwargs)
-        return self.output_class(last_hidden_state=self.norm(hidden_states), cache=cache)
+        return AttnResModelOutput(last_hidden_state=self.norm(hidden_states), cache=cache)
 
     def attend_over_depth(
         self, hidden_states: torch.Tensor, masks: list, output_depth_attentions: bool, **kwargs
@@ -337,8 +352,7 @@ class AttnResForCausalLM(AttnResPreTrainedModel):
             outputs = super().forward(output_depth_attentions=True, **kwargs)
         finally:
             handle.remove()
-        outputs["depth_attentions"] = model_outputs[0].depth_attentions
-        return outputs
+        return AttnResCausalLMOutput(**outputs, depth_attentions=model_outputs[0].depth_attentions)
 
 
 # ------------------------------------------------------------------------------------------------------------ families
@@ -354,7 +368,6 @@ class AttnResLlamaModel(AttnResModel, LlamaModel):
     base_decoder_layer_class = LlamaDecoderLayer
     norm_class = LlamaRMSNorm
     rotary_class = LlamaRotaryEmbedding
-    output_class = BaseModelOutputWithPast
 
 
 class AttnResLlamaForCausalLM(AttnResForCausalLM, LlamaForCausalLM, GenerationMixin):
