@@ -17,6 +17,10 @@ from .finetune import finetune as run_finetune
 from .finetune import merge as merge_adapter
 
 
+Trust = Annotated[
+    bool, typer.Option("--trust-remote-code", help="Run the code of a tokenizer that lies beside the checkpoint.")
+]
+
 app = typer.Typer(no_args_is_help=True, pretty_exceptions_enable=False, help=__doc__, rich_markup_mode=None)
 
 
@@ -53,6 +57,7 @@ def finetune(
     quantise: Annotated[
         Literal["4bit", "8bit"] | None, typer.Option(help="Quantise frozen weights (bitsandbytes).")
     ] = None,
+    trust_remote_code: Trust = False,
     resume: Annotated[
         bool, typer.Option("--resume", help="Continue from the last complete checkpoint in OUTPUT.")
     ] = False,
@@ -73,7 +78,21 @@ def finetune(
     extra = [part for name, value in defaults.items() if name not in given for part in (name, value)]
     (arguments,) = parser.parse_args_into_dataclasses(["--output_dir", str(output), *extra, *context.args])
     recipe = Recipe(
-        model, data, lora, rank, alpha, dora, rslora, depth, depth_lr, length, packed, held_out, control, quantise
+        model,
+        data,
+        lora,
+        rank,
+        alpha,
+        dora,
+        rslora,
+        depth,
+        depth_lr,
+        length,
+        packed,
+        held_out,
+        control,
+        quantise,
+        trust_remote_code,
     )
     run_finetune(recipe, arguments, resume)
 
@@ -82,10 +101,11 @@ def finetune(
 def merge(
     adapter: Annotated[Path, typer.Argument(help="The adapter that finetune wrote.")],
     target: Annotated[Path, typer.Argument(help="The folder to write; it must not exist, or be empty.")],
+    trust_remote_code: Trust = False,
 ) -> None:
     """Merge an adapter into its base: a checkpoint that loads without PEFT."""
     check_target(target, str(adapter))
-    merge_adapter(adapter, target)
+    merge_adapter(adapter, target, trust_remote_code)
     print(f"{target}: merged")
 
 
@@ -99,9 +119,10 @@ def diagnose(
         str | None, typer.Option(help="A second model. Default: the same with standard residuals.")
     ] = None,
     tokens: Annotated[int, typer.Option(help="How much of the text, at most.")] = 512,
+    trust_remote_code: Trust = False,
 ) -> None:
     """The paper's figures for a checkpoint: depth weights, magnitudes and gradients by layer, reach, mixing matrix."""
-    run_diagnose(path, output, text, adapter, against, tokens)
+    run_diagnose(path, output, text, adapter, against, tokens, trust_remote_code)
 
 
 def run() -> None:

@@ -5,14 +5,19 @@ become *rows*, one sequence of a batch each: a piece of one document, or packed,
 """
 
 import json
+from bisect import bisect_left, insort
+from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from itertools import groupby
 from pathlib import Path
 
 import torch
+from tqdm import tqdm
 
 
 IGNORED = -100
+BATCH = 1000  # texts that are tokenised at once
 
 
 class DataError(ValueError):
@@ -32,13 +37,21 @@ class Document:
                 yield Document(ids, [IGNORED, *labels[1:]])
 
 
+@dataclass
+class Conversation:
+    """A conversation as its template writes it, and the spans of characters that the assistant says."""
+
+    text: str
+    learned: list[tuple[int, int]]
+
+
 def read_documents(paths: Iterable[Path], tokenizer) -> list[Document]:
     """Read and tokenise files, by their ending: `.jsonl` holds an object a line, anything else is one text.
 
     Raises:
         DataError: a file cannot be read, is empty, or has a malformed line.
     """
-    documents = []
+    examples: list[str | Conversation] = []
     for path in paths:
         try:
             content = path.read_text(encoding="utf-8")
@@ -47,9 +60,16 @@ def read_documents(paths: Iterable[Path], tokenizer) -> list[Document]:
         if not content.strip():
             raise DataError(f"{path} is empty; expected text, or JSONL with 'text' or 'messages'.")
         if path.suffix == ".jsonl":
-            documents += [_document_of_line(line, where, tokenizer) for where, line in _lines(path, content)]
+            examples += [_example(line, where, tokenizer) for where, line in _lines(path, content)]
         else:
-            documents.append(_text(content, tokenizer))
+            examples.append(content)
+    documents = []
+    with tqdm(total=len(examples), desc="tokenising", unit="text", disable=len(examples) <= BATCH) as bar:
+        for start in range(0, len(examples), BATCH):
+            batch = examples[start : start + BATCH]
+            for kind, group in groupby(batch, key=type):
+                documents += (_texts if kind is str else _conversations)(list(group), tokenizer)
+            bar.update(len(batch))
     return documents
 
 
@@ -67,24 +87,17 @@ def _lines(path: Path, content: str) -> Iterator[tuple[str, dict]]:
         yield where, found
 
 
-def _document_of_line(line: dict, where: str, tokenizer) -> Document:
+def _example(line: dict, where: str, tokenizer) -> str | Conversation:
     if "messages" in line:
-        return _chat(line["messages"], where, tokenizer)
+        return _conversation(line["messages"], where, tokenizer)
     text = line.get("text")
     if not isinstance(text, str) or not text.strip():
         fields = ", ".join(map(repr, line)) or "none"
         raise DataError(f"{where}: expected a text in 'text', or 'messages'; found {text!r}, fields {fields}.")
-    return _text(text, tokenizer)
+    return text
 
 
-def _text(text: str, tokenizer) -> Document:
-    ids = tokenizer(text, add_special_tokens=True, verbose=False)["input_ids"]
-    if tokenizer.eos_token_id is not None and ids[-1:] != [tokenizer.eos_token_id]:
-        ids = [*ids, tokenizer.eos_token_id]
-    return Document(ids, list(ids))
-
-
-def _chat(messages, where: str, tokenizer) -> Document:
+def _conversation(messages, where: str, tokenizer) -> Conversation:
     """A conversation through the chat template; only what the assistant says is learned, its end token included."""
     if not isinstance(messages, list) or not messages:
         raise DataError(f"{where}: 'messages' must be a list of messages, found {messages!r}.")
@@ -113,12 +126,41 @@ def _chat(messages, where: str, tokenizer) -> Document:
             f"{where}: the chat template rewrites earlier turns when later ones follow, so the assistant's turns "
             "cannot be told apart. Give each turn as a conversation of its own."
         )
-    encoded = tokenizer(whole, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
-    labels = [
-        token if any(start <= begin and end <= stop and end > begin for start, stop in spans) else IGNORED
-        for token, (begin, end) in zip(encoded["input_ids"], encoded["offset_mapping"], strict=True)
-    ]
-    return Document(encoded["input_ids"], labels)
+    return Conversation(whole, spans)
+
+
+def _texts(texts: list[str], tokenizer) -> list[Document]:
+    end = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
+    encoded = tokenizer(texts, add_special_tokens=True, verbose=False)["input_ids"]
+    found = [ids if ids[-1:] == end else [*ids, *end] for ids in encoded]
+    return [Document(ids, list(ids)) for ids in found]
+
+
+def _conversations(conversations: list[Conversation], tokenizer) -> list[Document]:
+    if not tokenizer.is_fast:
+        return [_in_pieces(conversation, tokenizer) for conversation in conversations]
+    texts = [conversation.text for conversation in conversations]
+    encoded = tokenizer(texts, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
+    documents = []
+    for conversation, ids, offsets in zip(conversations, encoded["input_ids"], encoded["offset_mapping"], strict=True):
+        labels = [
+            token if any(start <= begin < end <= stop for start, stop in conversation.learned) else IGNORED
+            for token, (begin, end) in zip(ids, offsets, strict=True)
+        ]
+        documents.append(Document(ids, labels))
+    return documents
+
+
+def _in_pieces(conversation: Conversation, tokenizer) -> Document:
+    """Each turn tokenised apart, as when it is generated, by a tokenizer that does not say where its tokens lie."""
+    document, at = Document([], []), 0
+    for start, stop in [*conversation.learned, (len(conversation.text), len(conversation.text))]:
+        for piece, learned in ((conversation.text[at:start], False), (conversation.text[start:stop], True)):
+            ids = tokenizer(piece, add_special_tokens=False, verbose=False)["input_ids"] if piece else []
+            document.ids += ids
+            document.labels += ids if learned else [IGNORED] * len(ids)
+        at = stop
+    return document
 
 
 def hold_out(documents: list[Document], share: float) -> tuple[list[Document], list[Document]]:
@@ -140,25 +182,31 @@ def hold_out(documents: list[Document], share: float) -> tuple[list[Document], l
 def make_rows(documents: Iterable[Document], length: int, packed: bool) -> list[dict[str, list[int]]]:
     """Rows of at most `length` tokens.
 
-    Packed, a row holds whole pieces of documents one after another, first fit. `position_ids` start again at each: from
-    that, and from there being no `attention_mask`, transformers' masks know that they must not see each other.
+    Packed, a row holds whole pieces of documents one after another: each piece goes where the least room is left for
+    it. `position_ids` start again at each: from that, and from there being no `attention_mask`, transformers' masks
+    know that they must not see each other.
     """
     pieces = [piece for document in documents for piece in document.cut(length)]
     if not packed:
         return [{"input_ids": piece.ids, "labels": piece.labels} for piece in pieces]
     rows: list[list[Document]] = []
-    room: list[int] = []
-    first_open = 0  # rows before it are full
+    rooms: list[int] = []  # how much room is left in some row, each once, in order
+    rows_with: defaultdict[int, list[list[Document]]] = defaultdict(list)
     for piece in pieces:
-        size = len(piece.ids)
-        index = next((i for i in range(first_open, len(rows)) if room[i] >= size), len(rows))
-        if index == len(rows):
-            rows.append([])
-            room.append(length)
-        rows[index].append(piece)
-        room[index] -= size
-        while first_open < len(rows) and room[first_open] == 0:
-            first_open += 1
+        place = bisect_left(rooms, len(piece.ids))
+        if place == len(rooms):
+            row, room = [], length
+            rows.append(row)
+        else:
+            room = rooms[place]
+            row = rows_with[room].pop()
+            if not rows_with[room]:
+                del rooms[place]
+        row.append(piece)
+        if room := room - len(piece.ids):
+            if not rows_with[room]:
+                insort(rooms, room)
+            rows_with[room].append(row)
     return [
         {
             "input_ids": [token for piece in row for token in piece.ids],

@@ -6,35 +6,43 @@ from pathlib import Path
 import torch
 from peft import PeftModel
 from rich.console import Console
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
 import modeling_attnres  # noqa: F401 (registers the model types with the Auto classes)
 from conversion.files import complete_or_absent
 from conversion.text import read_text
 
 from .depth import mean_depth_weights, mixing_matrix, semiseparable_rank, site_statistics
-from .finetune import TrainingError
+from .finetune import TrainingError, load_tokenizer
 from .pictures import draw_by_layer, draw_depth_weights, draw_mixing_matrix, draw_sites
 
 
 def diagnose(
-    path: str, output: Path, text: Path | None, adapter: Path | None, against: str | None, tokens: int
+    path: str,
+    output: Path,
+    text: Path | None,
+    adapter: Path | None,
+    against: str | None,
+    tokens: int,
+    trust_remote_code: bool = False,
 ) -> dict:
     """Write `diagnosis.json` and pictures to a folder that appears when they are complete; returns the diagnosis.
 
     Raises:
-        TrainingError: the model has no depth attention. CheckpointError: the text cannot be read, or the folder exists.
+        TrainingError: the model has no depth attention, or no tokenizer. CheckpointError: the text cannot be read, or
+            the folder exists.
     """
     content, called = read_text(text)
     if output.exists() and any(output.iterdir()):
         raise TrainingError(f"{output} exists and is not empty.")
+    tokenizer = load_tokenizer(path, trust_remote_code)
     model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
     config = model.config
     if getattr(config, "attn_res_mode", "none") == "none":
         raise TrainingError(f"{path} ({config.model_type}) has no depth attention to diagnose.")
     if adapter is not None:
         model = PeftModel.from_pretrained(model, adapter).merge_and_unload()
-    ids = AutoTokenizer.from_pretrained(path)(content, return_tensors="pt", verbose=False)["input_ids"][:, :tokens]
+    ids = tokenizer(content, return_tensors="pt", verbose=False)["input_ids"][:, :tokens]
 
     weights = mean_depth_weights(model.eval(), ids)
     statistics = site_statistics(config, weights)

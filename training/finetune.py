@@ -25,7 +25,7 @@ from transformers import (
 
 import modeling_attnres  # noqa: F401 (registers the model types with the Auto classes)
 from conversion.checkpoint import open_source
-from conversion.files import complete_or_absent
+from conversion.files import complete_or_absent, whole_file
 from conversion.writing import add_card
 
 from .data import Collator, DataError, hold_out, make_rows, read_documents
@@ -51,6 +51,7 @@ class Recipe:
         depth_lr: their learning rate; weight decay never applies to them.
         control: load the model with standard residuals (`attn_res_mode="none"`).
         quantise: `"4bit"` or `"8bit"` for the frozen weights, with bitsandbytes.
+        trust_remote_code: let a tokenizer that is code beside the checkpoint run (Kimi's is).
     """
 
     model: str
@@ -67,6 +68,7 @@ class Recipe:
     held_out: float = 0.05
     control: bool = False
     quantise: str | None = None
+    trust_remote_code: bool = False
 
 
 class DepthTrainer(Trainer):
@@ -138,6 +140,19 @@ def load_model(recipe: Recipe, config, dtype: torch.dtype) -> PreTrainedModel:
     model = AutoModelForCausalLM.from_pretrained(recipe.model, config=config, dtype=dtype, **kwargs)
     model.config.use_cache = False
     return model
+
+
+def load_tokenizer(path: str | Path, trust_remote_code: bool):
+    """The tokenizer of a checkpoint.
+
+    Raises:
+        TrainingError: there is none, or it is code that was not allowed to run.
+    """
+    try:
+        return AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code)
+    except (OSError, ValueError) as error:
+        way_on = "" if trust_remote_code else " If it is code that you trust: --trust-remote-code."
+        raise TrainingError(f"{path}: no tokenizer can be loaded: {error}{way_on}") from error
 
 
 def lora_config(recipe: Recipe, model: PreTrainedModel) -> LoraConfig:
@@ -218,9 +233,13 @@ def check_arguments(recipe: Recipe, arguments: TrainingArguments):
             f"--packed: the linear attention of {config.model_type} carries its state from one packed text into the "
             "next. Use --no-packed."
         )
+    if has_depth(recipe, config) and arguments.fsdp and arguments.fsdp_config.get("activation_checkpointing"):
+        raise TrainingError(
+            "fsdp_config['activation_checkpointing']: accelerate would wrap the depth parameters that PEFT trains, and "
+            "PEFT could not save them. Use --activation_checkpointing True."
+        )
     if arguments.fsdp and arguments.device.type == "cpu":
         raise TrainingError("--fsdp: accelerate shards on accelerators only; on CPUs it would train with DDP unasked.")
-    has_depth(recipe, config)
     adapter = Path(arguments.output_dir) / "adapter"
     if adapter.exists():
         raise TrainingError(f"{adapter} exists: this run is finished. Choose another --output.")
@@ -235,7 +254,7 @@ def finetune(recipe: Recipe, arguments: TrainingArguments, resume: bool) -> dict
     """
     output = Path(arguments.output_dir)
     config = check_arguments(recipe, arguments)
-    tokenizer = AutoTokenizer.from_pretrained(recipe.model)
+    tokenizer = load_tokenizer(recipe.model, recipe.trust_remote_code)
     training, held_out = hold_out(read_documents(recipe.data, tokenizer), recipe.held_out)
     rows = make_rows(training, recipe.length, recipe.packed)
     held_out_rows = make_rows(held_out, recipe.length, recipe.packed)
@@ -303,12 +322,11 @@ def save(trainer: Trainer, output: Path, result: dict) -> None:
         return
     with complete_or_absent(output / "adapter") as folder:
         trainer.accelerator.unwrap_model(trainer.model).save_pretrained(folder, state_dict=state)
-    unfinished = output / ".result.json"
-    unfinished.write_text(json.dumps(result, indent=1) + "\n")
-    unfinished.replace(output / "result.json")
+    with whole_file(output / "result.json") as file:
+        file.write_text(json.dumps(result, indent=1) + "\n")
 
 
-def merge(adapter: Path, target: Path) -> None:
+def merge(adapter: Path, target: Path, trust_remote_code: bool = False) -> None:
     """Merge an adapter into its base: a model that needs no PEFT, complete or absent."""
     from peft import AutoPeftModelForCausalLM
 
@@ -317,10 +335,11 @@ def merge(adapter: Path, target: Path) -> None:
     rank = getattr(model.peft_config["default"], "r", None)
     details = {"with the adapter": f"`{adapter.resolve().parent.name}/{adapter.name}`"}
     details |= {"of rank": str(rank)} if rank else {}
+    tokenizer = load_tokenizer(base, trust_remote_code)
     merged = model.merge_and_unload()
     with complete_or_absent(target) as folder, open_source(base) as checkpoint:
         merged.save_pretrained(folder)
-        AutoTokenizer.from_pretrained(base).save_pretrained(folder)
+        tokenizer.save_pretrained(folder)
         add_card(folder, target.name, checkpoint, base, "merge", **details)
 
 

@@ -1,4 +1,7 @@
-"""What one process of several does in the tests: `python distributed.py CASE MODEL OUTPUT`, with gloo on CPU."""
+"""What one process of several does in the tests, with gloo on CPU.
+
+`python distributed.py CASE MODEL OUTPUT`, or `python distributed.py finetune …`, the command with FSDP2 as on GPUs.
+"""
 
 import os
 import sys
@@ -33,7 +36,7 @@ def train(model, share: slice) -> list[float]:
     return losses
 
 
-def fsdp(folder: str, output: Path, dtype: torch.dtype, checkpointing: bool) -> None:
+def fsdp(folder: str, output: Path, checkpointing: bool) -> None:
     """FSDP2 as accelerate wraps a model, units included; a sharded checkpoint, and what one process must find in it."""
     from accelerate import Accelerator
     from accelerate.utils import FullyShardedDataParallelPlugin
@@ -44,7 +47,7 @@ def fsdp(folder: str, output: Path, dtype: torch.dtype, checkpointing: bool) -> 
         fsdp_version=2, auto_wrap_policy="transformer_based_wrap", reshard_after_forward=True
     )
     accelerator.state.fsdp_plugin = plugin  # accelerate itself offers FSDP on accelerators only
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).train()
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).train()
     if checkpointing:
         model.gradient_checkpointing_enable()
     model = fsdp2_prepare_model(accelerator, model)
@@ -70,14 +73,43 @@ def tensor_parallel(folder: str, output: Path) -> None:
         torch.save({"logits": logits, "sharded": sharded}, output / "result.pt")
 
 
+def finetune_with_fsdp(command: list[str]) -> None:
+    """`python -m training finetune` where accelerate takes CPUs, too, for devices to shard over."""
+    from accelerate.state import AcceleratorState, PartialState
+    from accelerate.utils import DistributedType
+
+    from training import finetune
+    from training.__main__ import app
+
+    initialise, check = AcceleratorState.__init__, finetune.check_arguments
+
+    def as_on_accelerators(self, *args, fsdp_plugin=None, **kwargs):
+        initialise(self, *args, fsdp_plugin=fsdp_plugin, **kwargs)
+        if fsdp_plugin is not None:
+            if self._mixed_precision != "no":
+                fsdp_plugin.set_mixed_precision(self._mixed_precision)
+            self.fsdp_plugin = fsdp_plugin
+            self.distributed_type = PartialState._shared_state["distributed_type"] = DistributedType.FSDP
+
+    def without_refusing_cpus(recipe, arguments):
+        fsdp, arguments.fsdp = arguments.fsdp, None
+        config = check(recipe, arguments)
+        arguments.fsdp = fsdp
+        return config
+
+    AcceleratorState.__init__, finetune.check_arguments = as_on_accelerators, without_refusing_cpus
+    app(command)
+
+
 if __name__ == "__main__":
     torch.set_num_threads(1)
+    if sys.argv[1] == "finetune":
+        finetune_with_fsdp(sys.argv[1:])
     case, folder, output = sys.argv[1], sys.argv[2], Path(sys.argv[3])
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     {
-        "fsdp": lambda: fsdp(folder, output, torch.float32, checkpointing=False),
-        "fsdp-checkpointing": lambda: fsdp(folder, output, torch.float32, checkpointing=True),
-        "fsdp-bf16": lambda: fsdp(folder, output, torch.bfloat16, checkpointing=False),
+        "fsdp": lambda: fsdp(folder, output, checkpointing=False),
+        "fsdp-checkpointing": lambda: fsdp(folder, output, checkpointing=True),
         "tp": lambda: tensor_parallel(folder, output),
     }[case]()
     dist.barrier()

@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.families import BY_NAME, FAMILIES
+from tests.training.tokenization_words import WordsTokenizer
 from training.data import IGNORED, Collator, DataError, Document, hold_out, make_rows, read_documents
 
 
@@ -36,6 +37,27 @@ def test_of_a_conversation_only_the_assistant_is_learned(tokenizer, tmp_path):
     ]
     learned = [word for word, label in zip(found, document.labels, strict=True) if label != IGNORED]
     assert learned == ["w2", "w3", "</s>", "w5", "</s>"]
+
+
+@pytest.mark.parametrize("last", ["assistant", "user"])
+def test_a_tokenizer_in_python_learns_the_same(last, tokenizer, tmp_path):
+    turns = [("system", "w9"), ("user", "w0 w1"), ("assistant", "w2 w3"), ("user", "w4"), ("assistant", "w5")]
+    turns = [{"role": role, "content": content} for role, content in turns[: 5 if last == "assistant" else 4]]
+    path = write(tmp_path, [{"messages": turns}, {"text": "w7 w8"}, {"messages": turns[:3]}])
+    vocabulary = write(tmp_path, json.dumps(tokenizer.get_vocab()), "words.json")
+    slow = WordsTokenizer(vocabulary, eos_token="</s>", chat_template=tokenizer.chat_template)
+    assert not slow.is_fast
+    assert read_documents([path], slow) == read_documents([path], tokenizer)
+
+
+def test_long_files_are_read_in_order(tokenizer, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr("training.data.BATCH", 3)
+    turns = [{"role": "user", "content": "w0"}, {"role": "assistant", "content": "w1"}]
+    lines = [{"text": f"w{i}"} if i % 4 else {"messages": turns} for i in range(11)]
+    found = read_documents([write(tmp_path, lines)], tokenizer)
+    alone = [read_documents([write(tmp_path, [line])], tokenizer)[0] for line in lines]
+    assert found == alone
+    assert "tokenising: 100%" in capsys.readouterr().err
 
 
 def test_files_may_mix_texts_and_conversations(tokenizer, tmp_path):
@@ -110,6 +132,8 @@ def test_rows_learn_each_token_but_the_first_of_a_piece(documents, length, packe
     learned = [label for row in rows for label in row["labels"] if label != IGNORED]
     assert sorted(learned) == sorted(expected)
     assert all(len(row["input_ids"]) == len(row["labels"]) <= length for row in rows)
+    if packed:  # what half a row holds would have gone to another such row
+        assert sum(2 * len(row["input_ids"]) <= length for row in rows) <= 1
     for row in rows:
         for position, token in zip(row.get("position_ids", []), row["input_ids"]):
             assert position == (token % 100) % length  # counted from the start of its piece

@@ -1,7 +1,8 @@
-"""Two processes over gloo compute what one does: DDP through Trainer, FSDP2 as accelerate wraps it, tensor parallel."""
+"""Two processes over gloo compute what one does: DDP and FSDP2 through Trainer, FSDP2 alone, tensor parallel."""
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -59,11 +60,65 @@ def test_fsdp_where_accelerate_would_not_use_it_is_refused(save_model, text_file
         run(save_model(), text_file, tmp_path / "out", fsdp="full_shard")
 
 
-@pytest.mark.parametrize("case", ["fsdp", "fsdp-checkpointing"])
-@pytest.mark.parametrize("family", [FAMILIES[0], FAMILIES[2]], ids=lambda family: family.name)
+def finetune_with_fsdp(model, data, output, *flags, config="{}", **arguments):
+    """The command's result, of two processes that shard what one process has."""
+    arguments = {"per_device_train_batch_size": 2, "ddp_backend": "gloo", "fsdp_config": config, **arguments}
+    args = command(model, data, output, "--fsdp", *flags, **arguments)
+    launch(ROOT / "tests/training/distributed.py", *args)
+    return json.loads((output / "result.json").read_text())
+
+
+@pytest.mark.parametrize(
+    ("family", "flags"),
+    [
+        ("Llama", ()),
+        ("Llama", ("--lora", "none", "--activation_checkpointing", "True")),
+        ("Qwen3Moe", ("--lora", "experts")),
+    ],
+    ids=["all-linear", "depth, checkpointing", "experts"],
+)
+def test_finetuning_with_fsdp2_follows_one_process_and_saves_its_adapter(
+    family, flags, save_model, text_file, tmp_path
+):
+    model = save_model(family)
+    expected = run(model, text_file, tmp_path / "one", *flags)
+    found = finetune_with_fsdp(model, text_file, tmp_path / "two", *flags)
+    assert losses(found) == pytest.approx(losses(expected), rel=1e-5)
+    assert found["held_out_loss"] == pytest.approx(expected["held_out_loss"], rel=1e-5)
+    one, two = saved(tmp_path / "one"), saved(tmp_path / "two")
+    assert one.keys() == two.keys()
+    for name, value in one.items():
+        torch.testing.assert_close(two[name], value, rtol=1e-3, atol=1e-5)
+
+
+def test_finetuning_with_fsdp2_in_bf16_reads_its_depth_weights(save_model, text_file, tmp_path):
+    """FSDP casts what the model returns, and of that only the fields."""
+    found = finetune_with_fsdp(save_model(), text_file, tmp_path / "out", bf16=True)
+    assert all(0 < entry["depth/entropy"] < 1 for entry in found["log"] if "loss" in entry)
+
+
+def test_an_interrupted_fsdp2_run_resumes_to_the_same_losses(save_model, text_file, tmp_path):
+    """From a checkpoint of which each process wrote its part."""
+    (tmp_path / "fsdp.json").write_text(json.dumps({"state_dict_type": "SHARDED_STATE_DICT"}))
+    how = {"config": tmp_path / "fsdp.json", "save_strategy": "steps", "save_steps": 2}
+    whole = finetune_with_fsdp(save_model(), text_file, tmp_path / "whole", max_steps=4, **how)
+    output = tmp_path / "again"
+    shutil.copytree(tmp_path / "whole/checkpoint-2", output / "checkpoint-2")
+    again = finetune_with_fsdp(save_model(), text_file, output, "--resume", max_steps=4, **how)
+    assert losses(again) == pytest.approx(losses(whole), rel=1e-6)
+    assert again["held_out_loss"]["after"] == pytest.approx(whole["held_out_loss"]["after"], rel=1e-6)
+
+
+def test_fsdp_checkpointing_that_could_not_be_saved_is_refused(save_model, text_file, tmp_path):
+    config = json.dumps({"activation_checkpointing": True})
+    with pytest.raises(TrainingError, match=r"PEFT could not save them\. Use --activation_checkpointing True"):
+        run(save_model(), text_file, tmp_path / "out", "--fsdp", fsdp_config=config)
+
+
+@pytest.mark.parametrize(("family", "case"), [("Llama", "fsdp"), ("Qwen3Moe", "fsdp-checkpointing")])
 def test_fsdp2_follows_the_loss_of_one_process(family, case, save_model, tmp_path):
     """And its sharded checkpoint, loaded in one process, is the model that one process trained."""
-    model = save_model(family.name)
+    model = save_model(family)
     found = run_case(case, model, tmp_path / "out")
     alone = AutoModelForCausalLM.from_pretrained(model).train()
     assert found["losses"] == pytest.approx(train(alone, slice(None)), rel=1e-5)
@@ -75,11 +130,6 @@ def test_fsdp2_follows_the_loss_of_one_process(family, case, save_model, tmp_pat
     with torch.no_grad():
         ids = torch.arange(3, 40)[None]
         assert relative_error(loaded.eval()(ids).logits, alone.eval()(ids).logits) <= 1e-3
-
-
-def test_fsdp2_with_fp32_depth_parameters_in_a_bf16_model(save_model, tmp_path):
-    found = run_case("fsdp-bf16", save_model(), tmp_path / "out")
-    assert found["losses"][-1] < found["losses"][0]
 
 
 @pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.name)

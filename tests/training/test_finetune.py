@@ -3,6 +3,7 @@
 import errno
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -11,13 +12,14 @@ import pytest
 import torch
 from peft import AutoPeftModelForCausalLM, LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM, Trainer
+from transformers import AutoModelForCausalLM, AutoTokenizer, Trainer
 from typer.testing import CliRunner
 
 from conversion.port import Blocks, port
 from demo.weights import smollm2
 from tests.families import BY_NAME, FAMILIES, tokens
 from tests.oracle import relative_error
+from tests.training import tokenization_words
 from training.__main__ import app
 from training.data import DataError
 from training.finetune import TrainingError, finetune, last_complete_checkpoint
@@ -331,6 +333,32 @@ def test_merge_writes_a_checkpoint_that_needs_no_peft(save_model, text_file, tmp
     card = (merged / "README.md").read_text()
     assert "fine-tuned." in card
     assert "Merged from `model-Llama`, with the adapter `out/adapter`, of rank" in card
+
+
+def test_a_tokenizer_that_is_code_runs_only_where_it_is_trusted(save_model, tokenizer, tmp_path):
+    """Kimi's is: fine-tuned on conversations, and merged."""
+    model = save_model("KimiLinear")
+    for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
+        (model / name).unlink()
+    shutil.copy(Path(tokenization_words.__file__), model)
+    (model / "words.json").write_text(json.dumps(tokenizer.get_vocab()))
+    config = {"tokenizer_class": "WordsTokenizer", "eos_token": "</s>", "chat_template": tokenizer.chat_template}
+    config["auto_map"] = {"AutoTokenizer": ["tokenization_words.WordsTokenizer", None]}
+    (model / "tokenizer_config.json").write_text(json.dumps(config))
+    turns = [{"role": "user", "content": "w0 w1"}, {"role": "assistant", "content": "w2 w3"}]
+    data = tmp_path / "chat.jsonl"
+    data.write_text((json.dumps({"messages": turns}) + "\n") * 20)
+
+    args = (model, data, tmp_path / "out", "--no-packed")
+    with pytest.raises(TrainingError, match=r"(?s)Linear: no tokenizer .* code that you trust: --trust-remote-code"):
+        run(*args)
+    assert run(*args, "--trust-remote-code")["rows"] == {"training": 19, "held_out": 1}
+    merge = ["merge", str(tmp_path / "out/adapter"), str(tmp_path / "merged")]
+    with pytest.raises(TrainingError, match="--trust-remote-code"):
+        CliRunner().invoke(app, merge, catch_exceptions=False)
+    assert CliRunner().invoke(app, [*merge, "--trust-remote-code"], catch_exceptions=False).exit_code == 0
+    merged = AutoTokenizer.from_pretrained(tmp_path / "merged", trust_remote_code=True)
+    assert merged.apply_chat_template(turns)["input_ids"] == tokenizer.apply_chat_template(turns)["input_ids"]
 
 
 @pytest.mark.slow
