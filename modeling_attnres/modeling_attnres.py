@@ -80,7 +80,7 @@ from .configuration_attnres import (
 
 @dataclass
 class AttnResModelOutput(MoeModelOutputWithPast):
-    """What a model returns: its base family's outputs and, if asked for, each site's depth weights `[B, T, sources]`."""
+    """What a model returns: its base family's outputs and, if asked for, the depth weights of every site."""
 
     depth_attentions: tuple[torch.Tensor, ...] | None = None
 
