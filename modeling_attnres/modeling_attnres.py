@@ -339,17 +339,18 @@ class AttnResForCausalLM(AttnResPreTrainedModel):
             labels=labels,
             use_cache=use_cache,
             logits_to_keep=logits_to_keep,
+            output_depth_attentions=self.wants_depth_attentions(output_depth_attentions),
         )
         if cache is not None:  # else leave room for `past_key_values`, which the base still accepts
             kwargs["cache"] = cache
-        if not self.wants_depth_attentions(output_depth_attentions):
+        if not kwargs["output_depth_attentions"]:
             return super().forward(**kwargs)
 
         # The base passes on only the outputs it knows, so the model's own output is kept on its way through.
         model_outputs = []
         handle = self.model.register_forward_hook(lambda module, args, output: model_outputs.append(output))
         try:
-            outputs = super().forward(output_depth_attentions=True, **kwargs)
+            outputs = super().forward(**kwargs)
         finally:
             handle.remove()
         return AttnResCausalLMOutput(**outputs, depth_attentions=model_outputs[0].depth_attentions)

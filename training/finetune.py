@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from accelerate import PartialState
 from peft import LoraConfig, PeftModel, get_peft_model, prepare_model_for_kbit_training
 from peft.utils.constants import DUMMY_TARGET_MODULES
 from torch import nn
@@ -98,6 +99,7 @@ class MarkComplete(TrainerCallback):
     """Trainer writes a checkpoint file by file under its final name: this one comes last, and resuming asks for it."""
 
     def on_save(self, args, state, control, **kwargs):
+        PartialState().wait_for_everyone()  # each process wrote its part
         if args.should_save:
             (Path(args.output_dir) / f"checkpoint-{state.global_step}" / COMPLETE).touch()
 
@@ -193,16 +195,9 @@ def has_depth(recipe: Recipe, config) -> bool:
 
 
 def _linear_layers_of_attention(model: PreTrainedModel) -> list[str]:
-    names = {
-        name.rsplit(".", 1)[-1]
-        for name, module in model.named_modules()
-        if ".self_attn." in name and isinstance(module, nn.Linear)
-    }
-    elsewhere = {
-        name.rsplit(".", 1)[-1]
-        for name, module in model.named_modules()
-        if ".self_attn." not in name and isinstance(module, nn.Linear)
-    }
+    linear = [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
+    names = {name.rsplit(".", 1)[-1] for name in linear if ".self_attn." in name}
+    elsewhere = {name.rsplit(".", 1)[-1] for name in linear if ".self_attn." not in name}
     return [f"self_attn.{name}" if name in elsewhere else name for name in sorted(names)]
 
 

@@ -186,6 +186,10 @@ def test_outputs(family, mode):
 
     model.config.output_depth_attentions = True
     assert len(model(ids).depth_attentions) == 2 * layers + 1
+    within = []
+    model.model.register_forward_hook(lambda module, args, output: within.append(output))
+    model(ids, output_depth_attentions=False)
+    assert "depth_attentions" not in within[0]  # nor made, to be dropped
 
 
 @pytest.mark.parametrize("name", ["Mixtral", "Qwen3Moe", "DeepseekV3", "KimiLinear"])

@@ -28,7 +28,8 @@ def main(work: Path) -> None:
         name: [json.loads((work / f"{folder}-{seed}/result.json").read_text()) for seed in SEEDS]
         for name, folder in WAYS.items()
     }
-    table = Table("trained", "held-out loss before", "after (mean of 3 seeds)", "spread between seeds", "change")
+    table = Table("trained", "held-out loss before", "after (mean of 3 seeds)", "change", "against LoRA, seed by seed")
+    with_lora = [run["held_out_loss"]["after"] for run in runs["LoRA"]]
     found = {}
     for name, of_seeds in runs.items():
         before = [run["held_out_loss"]["before"] for run in of_seeds]
@@ -39,8 +40,13 @@ def main(work: Path) -> None:
             "change": [a - b for a, b in zip(after, before)],
             "curves": [[entry["loss"] for entry in run["log"] if "loss" in entry] for run in of_seeds],
         }
-        change = f"{mean(after) - mean(before):+.4f}"
-        table.add_row(name, f"{mean(before):.4f}", f"{mean(after):.4f}", f"± {stdev(after):.4f}", change)
+        table.add_row(
+            name,
+            f"{mean(before):.4f}",
+            f"{mean(after):.4f} ± {stdev(after):.4f}",
+            f"{mean(after) - mean(before):+.4f}",
+            ", ".join(f"{one - other:+.4f}" for one, other in zip(after, with_lora)),
+        )
     Console(width=110).print(table)
     (HERE / "results.json").write_text(json.dumps(found, indent=1) + "\n")
     ported, text = str(work / "ported"), work / "library.txt"
