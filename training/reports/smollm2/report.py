@@ -1,5 +1,6 @@
 """Gather the runs of run.sh: a table, results.json, pictures. Usage: python -m training.reports.smollm2.report WORK"""
 
+import contextlib
 import json
 import shutil
 import sys
@@ -49,10 +50,10 @@ def main(work: Path) -> None:
         )
     Console(width=110).print(table)
     (HERE / "results.json").write_text(json.dumps(found, indent=1) + "\n")
-    ported, text = str(work / "ported"), work / "library.txt"
-    for name, adapter in (("before", None), ("after", work / "lora-and-depth-1/adapter")):
+    for name, adapter in (("before", None), ("after", Path("lora-and-depth-1/adapter"))):
         with tempfile.TemporaryDirectory() as folder:
-            diagnose(ported, Path(folder) / "out", text, adapter, None, 256)
+            with contextlib.chdir(work):  # the pictures name what they show, not where it lay
+                diagnose("ported", Path(folder) / "out", Path("library.txt"), adapter, None, 256)
             for picture in ("depth_weights.png", "by_layer.png"):
                 shutil.copy(Path(folder) / "out" / picture, HERE / f"{name}_{picture}")
 
