@@ -1,6 +1,6 @@
 """What one process of several does in the tests, with gloo on CPU.
 
-`python distributed.py CASE MODEL OUTPUT`, or `python distributed.py finetune …`, the command with FSDP2 as on GPUs.
+`python distributed.py CASE OUTPUT MODEL…`, or `python distributed.py finetune …`, the command with FSDP2 as on GPUs.
 """
 
 import os
@@ -36,8 +36,8 @@ def train(model, share: slice) -> list[float]:
     return losses
 
 
-def fsdp(folder: str, output: Path, checkpointing: bool) -> None:
-    """FSDP2 as accelerate wraps a model, units included; a sharded checkpoint, and what one process must find in it."""
+def fsdp(output: Path, folder: str) -> None:
+    """FSDP2 as accelerate wraps a model, with checkpointing; a sharded checkpoint, and what one process finds in it."""
     from accelerate import Accelerator
     from accelerate.utils import FullyShardedDataParallelPlugin
     from accelerate.utils.fsdp_utils import fsdp2_prepare_model
@@ -48,8 +48,7 @@ def fsdp(folder: str, output: Path, checkpointing: bool) -> None:
     )
     accelerator.state.fsdp_plugin = plugin  # accelerate itself offers FSDP on accelerators only
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).train()
-    if checkpointing:
-        model.gradient_checkpointing_enable()
+    model.gradient_checkpointing_enable()
     model = fsdp2_prepare_model(accelerator, model)
     kinds = sorted({type(module).__name__ for module in model.modules() if hasattr(module, "unshard")})
     share = slice(2 * dist.get_rank(), 2 * dist.get_rank() + 2)
@@ -61,7 +60,13 @@ def fsdp(folder: str, output: Path, checkpointing: bool) -> None:
         torch.save({"losses": losses, "units": kinds}, output / "result.pt")
 
 
-def tensor_parallel(folder: str, output: Path) -> None:
+def tensor_parallel(output: Path, *folders: str) -> None:
+    found = [logits_in_parallel(folder) for folder in folders]
+    if dist.get_rank() == 0:
+        torch.save(found, output / "result.pt")
+
+
+def logits_in_parallel(folder: str) -> dict:
     """`tp_plan="auto"` shards the base's linear maps."""
     model = AutoModelForCausalLM.from_pretrained(folder, tp_plan="auto").eval()
     with torch.no_grad():
@@ -69,8 +74,7 @@ def tensor_parallel(folder: str, output: Path) -> None:
     if hasattr(logits, "full_tensor"):
         logits = logits.full_tensor()
     sharded = sum(hasattr(parameter, "full_tensor") for parameter in model.parameters())
-    if dist.get_rank() == 0:
-        torch.save({"logits": logits, "sharded": sharded}, output / "result.pt")
+    return {"logits": logits, "sharded": sharded}
 
 
 def finetune_with_fsdp(command: list[str]) -> None:
@@ -105,12 +109,8 @@ if __name__ == "__main__":
     torch.set_num_threads(1)
     if sys.argv[1] == "finetune":
         finetune_with_fsdp(sys.argv[1:])
-    case, folder, output = sys.argv[1], sys.argv[2], Path(sys.argv[3])
+    case, output, *folders = sys.argv[1:]
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
-    {
-        "fsdp": lambda: fsdp(folder, output, checkpointing=False),
-        "fsdp-checkpointing": lambda: fsdp(folder, output, checkpointing=True),
-        "tp": lambda: tensor_parallel(folder, output),
-    }[case]()
+    {"fsdp": fsdp, "tp": tensor_parallel}[case](Path(output), *folders)
     dist.barrier()
     dist.destroy_process_group()

@@ -12,7 +12,7 @@ import torch
 import torch.distributed.checkpoint as checkpoint
 from transformers import AutoModelForCausalLM
 
-from tests.families import BY_NAME, FAMILIES
+from tests.families import FAMILIES
 from tests.oracle import relative_error
 from training.finetune import TrainingError
 
@@ -37,10 +37,17 @@ def launch(*program):
     assert done.returncode == 0, done.stderr[-3000:]
 
 
-def run_case(case, model, output):
+def run_case(case, output, *models):
     output.mkdir()
-    launch(ROOT / "tests/training/distributed.py", case, model, output)
+    launch(ROOT / "tests/training/distributed.py", case, output, *models)
     return torch.load(output / "result.pt")
+
+
+def assert_same_adapters(one, two):
+    expected, found = saved(one), saved(two)
+    assert found.keys() == expected.keys()
+    for name, value in expected.items():
+        torch.testing.assert_close(found[name], value, rtol=1e-3, atol=1e-5)
 
 
 def test_ddp_follows_the_loss_of_one_process(save_model, text_file, tmp_path):
@@ -51,8 +58,7 @@ def test_ddp_follows_the_loss_of_one_process(save_model, text_file, tmp_path):
     found = json.loads((tmp_path / "two/result.json").read_text())
     assert losses(found) == pytest.approx(losses(expected), rel=1e-5)
     assert found["held_out_loss"] == pytest.approx(expected["held_out_loss"], rel=1e-5)
-    for name, value in saved(tmp_path / "one").items():
-        torch.testing.assert_close(saved(tmp_path / "two")[name], value, rtol=1e-3, atol=1e-5)
+    assert_same_adapters(tmp_path / "one", tmp_path / "two")
 
 
 def test_fsdp_where_accelerate_would_not_use_it_is_refused(save_model, text_file, tmp_path):
@@ -68,27 +74,29 @@ def finetune_with_fsdp(model, data, output, *flags, config="{}", **arguments):
     return json.loads((output / "result.json").read_text())
 
 
-@pytest.mark.parametrize(
-    ("family", "flags"),
-    [
-        ("Llama", ()),
-        ("Llama", ("--lora", "none", "--activation_checkpointing", "True")),
-        ("Qwen3Moe", ("--lora", "experts")),
-    ],
-    ids=["all-linear", "depth, checkpointing", "experts"],
-)
-def test_finetuning_with_fsdp2_follows_one_process_and_saves_its_adapter(
-    family, flags, save_model, text_file, tmp_path
-):
-    model = save_model(family)
+def test_finetuning_with_fsdp2_follows_one_process_saves_its_adapter_and_resumes(save_model, text_file, tmp_path):
+    """From a checkpoint of which each process wrote its part."""
+    (tmp_path / "fsdp.json").write_text(json.dumps({"state_dict_type": "SHARDED_STATE_DICT"}))
+    how = {"config": tmp_path / "fsdp.json", "save_strategy": "steps", "save_steps": 2, "max_steps": 4}
+    model, one, two, again = save_model(), tmp_path / "one", tmp_path / "two", tmp_path / "again"
+    expected = run(model, text_file, one, max_steps=4)
+    found = finetune_with_fsdp(model, text_file, two, **how)
+    assert losses(found) == pytest.approx(losses(expected), rel=1e-5)
+    assert found["held_out_loss"] == pytest.approx(expected["held_out_loss"], rel=1e-5)
+    assert_same_adapters(one, two)
+
+    shutil.copytree(two / "checkpoint-2", again / "checkpoint-2")
+    resumed = finetune_with_fsdp(model, text_file, again, "--resume", **how)
+    assert losses(resumed) == pytest.approx(losses(found), rel=1e-6)
+    assert resumed["held_out_loss"]["after"] == pytest.approx(found["held_out_loss"]["after"], rel=1e-6)
+
+
+def test_finetuning_experts_with_fsdp2_and_checkpointing_follows_one_process(save_model, text_file, tmp_path):
+    model, flags = save_model("Qwen3Moe"), ("--lora", "experts", "--activation_checkpointing", "True")
     expected = run(model, text_file, tmp_path / "one", *flags)
     found = finetune_with_fsdp(model, text_file, tmp_path / "two", *flags)
     assert losses(found) == pytest.approx(losses(expected), rel=1e-5)
-    assert found["held_out_loss"] == pytest.approx(expected["held_out_loss"], rel=1e-5)
-    one, two = saved(tmp_path / "one"), saved(tmp_path / "two")
-    assert one.keys() == two.keys()
-    for name, value in one.items():
-        torch.testing.assert_close(two[name], value, rtol=1e-3, atol=1e-5)
+    assert_same_adapters(tmp_path / "one", tmp_path / "two")
 
 
 def test_finetuning_with_fsdp2_in_bf16_reads_its_depth_weights(save_model, text_file, tmp_path):
@@ -97,29 +105,16 @@ def test_finetuning_with_fsdp2_in_bf16_reads_its_depth_weights(save_model, text_
     assert all(0 < entry["depth/entropy"] < 1 for entry in found["log"] if "loss" in entry)
 
 
-def test_an_interrupted_fsdp2_run_resumes_to_the_same_losses(save_model, text_file, tmp_path):
-    """From a checkpoint of which each process wrote its part."""
-    (tmp_path / "fsdp.json").write_text(json.dumps({"state_dict_type": "SHARDED_STATE_DICT"}))
-    how = {"config": tmp_path / "fsdp.json", "save_strategy": "steps", "save_steps": 2}
-    whole = finetune_with_fsdp(save_model(), text_file, tmp_path / "whole", max_steps=4, **how)
-    output = tmp_path / "again"
-    shutil.copytree(tmp_path / "whole/checkpoint-2", output / "checkpoint-2")
-    again = finetune_with_fsdp(save_model(), text_file, output, "--resume", max_steps=4, **how)
-    assert losses(again) == pytest.approx(losses(whole), rel=1e-6)
-    assert again["held_out_loss"]["after"] == pytest.approx(whole["held_out_loss"]["after"], rel=1e-6)
-
-
 def test_fsdp_checkpointing_that_could_not_be_saved_is_refused(save_model, text_file, tmp_path):
     config = json.dumps({"activation_checkpointing": True})
     with pytest.raises(TrainingError, match=r"PEFT could not save them\. Use --activation_checkpointing True"):
         run(save_model(), text_file, tmp_path / "out", "--fsdp", fsdp_config=config)
 
 
-@pytest.mark.parametrize(("family", "case"), [("Llama", "fsdp"), ("Qwen3Moe", "fsdp-checkpointing")])
-def test_fsdp2_follows_the_loss_of_one_process(family, case, save_model, tmp_path):
+def test_fsdp2_follows_the_loss_of_one_process(save_model, tmp_path):
     """And its sharded checkpoint, loaded in one process, is the model that one process trained."""
-    model = save_model(family)
-    found = run_case(case, model, tmp_path / "out")
+    model = save_model("Qwen3Moe")
+    found = run_case("fsdp", tmp_path / "out", model)
     alone = AutoModelForCausalLM.from_pretrained(model).train()
     assert found["losses"] == pytest.approx(train(alone, slice(None)), rel=1e-5)
     assert "DepthAttention" in " ".join(found["units"])
@@ -132,12 +127,13 @@ def test_fsdp2_follows_the_loss_of_one_process(family, case, save_model, tmp_pat
         assert relative_error(loaded.eval()(ids).logits, alone.eval()(ids).logits) <= 1e-3
 
 
-@pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.name)
-def test_tensor_parallel_gives_the_same_logits(family, save_model, tmp_path):
+def test_tensor_parallel_gives_the_same_logits(save_model, tmp_path):
     """Where the base family can: its own plan fails for DeepSeek-V3 with a low-rank query, ours included or not."""
-    model = save_model(family.name, **{"q_lora_rank": None} if family.name == "DeepseekV3" else {})
-    found = run_case("tp", model, tmp_path / "out")
-    with torch.no_grad():
-        expected = AutoModelForCausalLM.from_pretrained(model).eval()(torch.arange(3, 40)[None]).logits
-    assert relative_error(found["logits"], expected) <= 1e-5
-    assert found["sharded"] or not BY_NAME[family.name].base("Config")(**family.tiny).base_model_tp_plan
+    fields = {"DeepseekV3": {"q_lora_rank": None}}
+    models = [save_model(family.name, **fields.get(family.name, {})) for family in FAMILIES]
+    results = run_case("tp", tmp_path / "out", *models)
+    for family, model, found in zip(FAMILIES, models, results, strict=True):
+        with torch.no_grad():
+            expected = AutoModelForCausalLM.from_pretrained(model).eval()(torch.arange(3, 40)[None]).logits
+        assert relative_error(found["logits"], expected) <= 1e-5, family.name
+        assert found["sharded"] or not family.base("Config")(**family.tiny).base_model_tp_plan, family.name
