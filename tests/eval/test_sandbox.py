@@ -36,6 +36,14 @@ def isolated(request, monkeypatch):
     sandbox._isolation.cache_clear()
 
 
+@pytest.fixture
+def no_util_linux(monkeypatch, tmp_path):
+    monkeypatch.setattr(os, "defpath", str(tmp_path))  # no unshare there
+    sandbox._isolation.cache_clear()
+    yield
+    sandbox._isolation.cache_clear()
+
+
 def test_right_code_passes_and_wrong_code_says_why():
     assert run_sample(GOOD, TESTS) == "passed"
     assert run_sample("def answer(): return 41", TESTS) == "failed: AssertionError"
@@ -141,40 +149,32 @@ def _readable(path):
     return True
 
 
-def test_without_namespaces_there_is_a_warning_and_there_are_limits(monkeypatch, tmp_path):
-    monkeypatch.setattr(os, "defpath", str(tmp_path))  # no unshare there
-    sandbox._isolation.cache_clear()
-    try:
-        with pytest.warns(UserWarning, match="allows no new namespaces"):
-            assert run_sample(GOOD, TESTS) == "passed"
-        for attack in (
-            "loops",
-            "fills memory",
-            "fills a file",
-            "exits 0",
-            "prints passed",
-            "kills its parent",
-            "patches exec",
-        ):
-            assert run_sample(ATTACKS[attack].replace("/tmp/x", "x"), TESTS, QUICK) != "passed", attack
-        assert run_sample("import os; os.environ['HOME']", "").startswith("failed: KeyError")
-    finally:
-        sandbox._isolation.cache_clear()
+def test_without_namespaces_there_is_a_warning_and_there_are_limits(no_util_linux):
+    with pytest.warns(UserWarning, match="allows no new namespaces"):
+        assert run_sample(GOOD, TESTS) == "passed"
+    for attack in (
+        "loops",
+        "fills memory",
+        "fills a file",
+        "exits 0",
+        "prints passed",
+        "kills its parent",
+        "patches exec",
+    ):
+        assert run_sample(ATTACKS[attack].replace("/tmp/x", "x"), TESTS, QUICK) != "passed", attack
+    assert run_sample("import os; os.environ['HOME']", "").startswith("failed: KeyError")
 
 
 @pytest.mark.parametrize("util_linux", [True, False])
-def test_leaves_no_files_and_no_pipes(util_linux, tmp_path, monkeypatch):
+def test_leaves_no_files_and_no_pipes(util_linux, tmp_path, monkeypatch, request):
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     if not util_linux:
-        monkeypatch.setattr(os, "defpath", str(tmp_path))
-        sandbox._isolation.cache_clear()
+        request.getfixturevalue("no_util_linux")
     before = os.listdir("/proc/self/fd")
     run_sample("open('left', 'w').write('x')", "")
     run_sample("while True: pass", "", Limits(seconds=1))
     assert list(tmp_path.iterdir()) == []
     assert os.listdir("/proc/self/fd") == before
-    if not util_linux:
-        sandbox._isolation.cache_clear()
 
 
 def test_the_harness_loads_it_without_this_project(tmp_path):
