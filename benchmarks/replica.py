@@ -11,7 +11,7 @@ import torch
 from transformers import AutoModelForCausalLM, DynamicCache
 from transformers.utils import logging
 
-from modeling_attnres import AttnResKimiLinearConfig
+from modeling_attnres import AttnResKimiLinearConfig, is_depth_parameter
 
 from .measure import compare, report
 
@@ -29,7 +29,7 @@ def replica(dtype: torch.dtype) -> dict[str, torch.nn.Module]:
         config = copy.deepcopy(config)
         config.attn_res_mode = "none"
         none = AutoModelForCausalLM.from_config(config, dtype=dtype)
-    shared = {name: tensor for name, tensor in blocks.state_dict().items() if ".attn_res." not in name}
+    shared = {name: tensor for name, tensor in blocks.state_dict().items() if not is_depth_parameter(name)}
     none.load_state_dict(shared, assign=True)
     return {"standard residuals": none.eval(), "9 blocks": blocks}
 

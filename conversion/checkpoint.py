@@ -22,29 +22,13 @@ from safetensors import SafetensorError, safe_open
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
-from modeling_attnres.modeling_attnres import FAMILIES
+import modeling_attnres
+from modeling_attnres import config_name, is_attnres_type, is_depth_parameter
 
 
 CONFIG_NAME = "config.json"
 PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt")
 OTHER_WEIGHTS = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.gguf", "*.h5", "*.msgpack", "*.onnx", "*.ot", "original/*")
-
-DEPTH_TENSOR = re.compile(
-    r"(^|\.)(layers\.(?P<layer>\d+)\.(self_attention_res|(?P<mlp>mlp_res))|output_attn_res)_(proj|norm)\.weight$"
-)
-
-BASE_FAMILIES = {config_class.base_model_type(): config_class for config_class in FAMILIES}
-ATTNRES_FAMILIES = {config_class.model_type: config_class for config_class in FAMILIES}
-
-_POST_NORM = "it normalises what a sublayer adds to the residual stream (post-norm)"
-_MULTIPLIER = "it scales what a sublayer adds to the residual stream"
-_PARALLEL = "its attention and MLP read the same input (parallel blocks)"
-NOT_PORTABLE = {
-    **dict.fromkeys(("gemma2", "gemma3", "gemma3_text", "gemma3n", "olmo2", "olmo3", "glm4", "exaone4"), _POST_NORM),
-    **dict.fromkeys(("granite", "granitemoe", "minicpm", "minicpm3"), _MULTIPLIER),
-    **dict.fromkeys(("cohere", "cohere2", "falcon", "gptj", "gpt_neox", "phi", "codegen"), _PARALLEL),
-}
-
 
 # How a quantised checkpoint differs from a plain one: tensors that come with a weight. Others are not known to work.
 QUANTISATION_TENSORS = {
@@ -138,35 +122,43 @@ class Checkpoint:
     @property
     def is_attnres(self) -> bool:
         """Whether this is an Attention Residuals checkpoint."""
-        return self.config["model_type"] in ATTNRES_FAMILIES
+        return is_attnres_type(self.config["model_type"])
 
     @property
     def depth_names(self) -> list[str]:
-        """The names of the depth tensors, in order of their sites: each layer's attention and MLP, then the output."""
-        sites = {name: match for name in self.weight_map if (match := DEPTH_TENSOR.search(name))}
+        """The names of the depth tensors that are there, sorted."""
+        return sorted(filter(is_depth_parameter, self.weight_map))
 
-        def order(name):
-            layer, is_mlp = sites[name]["layer"], sites[name]["mlp"] is not None
-            return (layer is None, int(layer or 0), is_mlp, name)
-
-        return sorted(sites, key=order)
+    @property
+    def expected_depth_names(self) -> list[str]:
+        """The names of the depth tensors that an Attention Residuals checkpoint of its kind has, sorted."""
+        if self.config.get("attn_res_mode") == "none":
+            return []
+        prefix = "model." if self.has_head else ""
+        return [f"{prefix}attn_res.norm", f"{prefix}attn_res.query"]
 
     @cached_property
-    def config_class(self):
-        """The config class of the Attention Residuals family this base checkpoint belongs to."""
+    def config_class(self) -> type[transformers.PreTrainedConfig]:
+        """The config class of this checkpoint's family with Attention Residuals, whose models it can be loaded in.
+
+        Raises:
+            CheckpointError: no such family can be derived; says why.
+        """
         model_type = self.config["model_type"]
-        if self.is_attnres:
-            raise CheckpointError(f"{self.folder} is an Attention Residuals checkpoint already ({model_type}).")
-        if model_type in NOT_PORTABLE:
+        try:
+            config_class = getattr(modeling_attnres, config_name(model_type))
+            model_class(config_class, self.has_head)
+        except KeyError:
             raise CheckpointError(
-                f"{self.folder}: the family {model_type!r} cannot be ported without changing what it computes: "
-                f"{NOT_PORTABLE[model_type]}; only plain pre-norm sublayers read the same from a mean as from a sum."
-            )
-        if model_type not in BASE_FAMILIES:
-            raise CheckpointError(
-                f"{self.folder}: the family {model_type!r} is not supported. Supported: {', '.join(BASE_FAMILIES)}."
-            )
-        return BASE_FAMILIES[model_type]
+                f"{self.folder}: transformers {transformers.__version__} has no family {model_type!r}."
+            ) from None
+        except (AttributeError, ValueError) as error:
+            raise self.not_portable(error) from error
+        return config_class
+
+    def not_portable(self, reason: object) -> CheckpointError:
+        """The error that says why the family cannot be ported."""
+        return CheckpointError(f"{self.folder}: the family {self.config['model_type']!r} cannot be ported: {reason}")
 
     @property
     def quantisation(self) -> re.Pattern | None:
@@ -182,15 +174,38 @@ class Checkpoint:
             )
         return QUANTISATION_TENSORS[method]
 
+    def read_depth(self, config: transformers.PreTrainedConfig) -> tuple[torch.Tensor, torch.Tensor]:
+        """The queries and the key norms of depth attention, a row a site.
+
+        Raises:
+            CheckpointError: one is missing, of another shape than the config implies, or not finite.
+        """
+        names, expected = self.depth_names, self.expected_depth_names
+        if names != expected:
+            raise CheckpointError(
+                f"{self.folder}: expected the depth tensors {' and '.join(expected)}, found "
+                f"{' and '.join(names) or 'none'}."
+            )
+        shape = [config.attn_res_layout.num_sites, config.hidden_size]
+        with self.open_tensors() as read:
+            norm, query = (read(name) for name in names)
+        for name, tensor in zip(names, (norm, query)):
+            if list(tensor.shape) != shape:
+                raise CheckpointError(
+                    f"{self.folder}: {name} has shape {list(tensor.shape)}, but {CONFIG_NAME} implies {shape}."
+                )
+            if not tensor.isfinite().all():
+                raise CheckpointError(f"{self.folder}: {name} holds values that are not finite.")
+        return query, norm
+
     def check_fit(self, config: transformers.PreTrainedConfig) -> None:
         """Check that the tensors are those that the config's model expects, depth parameters aside.
 
         Transformers loads tensors that have a shape but no storage, so names, merging rules and shapes are its own.
 
         Raises:
-            CheckpointError: tensors are missing, unexpected or of another shape.
+            CheckpointError: tensors are missing, unexpected or of another shape, or the model cannot be built.
         """
-        model_class = FAMILIES[type(config)][self.has_head]
         quantisation, config = self.quantisation, copy.deepcopy(config)
         tensors, packed = {}, set()
         for name, (shape, dtype) in self.describe().items():
@@ -202,7 +217,7 @@ class Checkpoint:
             del config.quantization_config  # the weights' own shapes are checked, not how a kernel wants them
         with quiet_transformers():
             try:
-                _, found = model_class.from_pretrained(
+                _, found = model_class(type(config), self.has_head).from_pretrained(
                     None,
                     config=config,
                     state_dict=tensors,
@@ -212,13 +227,18 @@ class Checkpoint:
                 )
             except RuntimeError as error:
                 raise CheckpointError(f"{self.folder}: tensors do not fit {CONFIG_NAME}: {error}") from error
+            except (AttributeError, TypeError) as error:  # what depth attention needs is not there
+                raise self.not_portable(error) from error
         for name, shape, expected in sorted(found["mismatched_keys"]):
             if name in packed:
                 continue
             raise CheckpointError(
                 f"{self.folder}: {name} has shape {list(shape)}, but {CONFIG_NAME} implies {list(expected)}."
             )
-        missing = sorted(name for name in found["missing_keys"] if ".attn_res." not in f".{name}")
+        depth, expected = sorted(filter(is_depth_parameter, found["missing_keys"])), self.expected_depth_names
+        if depth != expected:
+            raise self.not_portable(f"its depth parameters are {depth}, expected {expected}.")
+        missing = sorted(set(found["missing_keys"]).difference(depth))
         if missing:
             raise CheckpointError(f"{self.folder}: no shard holds {_some(missing)}, which {CONFIG_NAME} implies.")
         if found["unexpected_keys"]:
@@ -226,6 +246,16 @@ class Checkpoint:
                 f"{self.folder}: {_some(sorted(found['unexpected_keys']))} has no place in the model that "
                 f"{CONFIG_NAME} describes."
             )
+
+
+def is_known_lossless(model_type: str) -> bool:
+    """Whether the ports of a base family are tested to be lossless; a port of any other is verified when it is made."""
+    return model_type in modeling_attnres.LOSSLESS_FAMILIES
+
+
+def model_class(config_class: type[transformers.PreTrainedConfig], has_head: bool) -> type:
+    """The class of a family's models: causal LM, or without a head."""
+    return getattr(modeling_attnres, config_class.class_names()["AutoModelForCausalLM" if has_head else "AutoModel"])
 
 
 def _some(names: list[str]) -> str:

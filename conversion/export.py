@@ -5,12 +5,12 @@ from pathlib import Path
 
 import torch
 from huggingface_hub.constants import REPOCARD_NAME
+from transformers import PreTrainedConfig
 
 from model_cards.provenance import NAME as PROVENANCE
-from modeling_attnres.configuration_attnres import AttnResFields, base_class
-from modeling_attnres.modeling_attnres import FAMILIES
+from modeling_attnres.configuration_attnres import PREFIX, AttnResConfigMixin
 
-from .checkpoint import ATTNRES_FAMILIES, CONFIG_NAME, Checkpoint, CheckpointError, open_source
+from .checkpoint import CONFIG_NAME, Checkpoint, CheckpointError, model_class, open_source
 from .files import check_target, complete_or_absent, take_over
 from .writing import code_files, copy_other_files, save_shard, shard_name, write_index
 
@@ -40,17 +40,16 @@ def export(source: str, target: Path) -> ExportReport:
     check_target(target, source)
     with open_source(source) as checkpoint:
         check_exportable(checkpoint)
-        config = ATTNRES_FAMILIES[checkpoint.config["model_type"]].from_pretrained(checkpoint.folder)
+        config = checkpoint.config_class.from_pretrained(checkpoint.folder)
         base_type = config.base_model_type()
         with complete_or_absent(target) as folder:
             write_base_shards(checkpoint, folder)
             ours = (PROVENANCE, REPOCARD_NAME) if (checkpoint.folder / PROVENANCE).exists() else ()
             copy_other_files(checkpoint, folder, without=(*(path.name for path in code_files()), *ours))
-            dropped = {*(field.name for field in fields(AttnResFields)), "auto_map", "architectures", "model_type"}
+            dropped = {*(field.name for field in fields(AttnResConfigMixin)), "auto_map", "architectures", "model_type"}
             kept = {key: value for key, value in config.to_dict().items() if key not in dropped}
-            base = base_class(type(config))(**kept)
-            name = FAMILIES[type(config)][checkpoint.has_head].__name__
-            base.architectures = [name.removeprefix("AttnRes")]
+            base = config.base_class(**kept)
+            base.architectures = [model_class(type(config), checkpoint.has_head).__name__.removeprefix(PREFIX)]
             base.to_json_file(folder / CONFIG_NAME)
         return ExportReport(target, base_type, len(checkpoint.depth_names))
 
@@ -63,8 +62,8 @@ def check_exportable(checkpoint: Checkpoint) -> None:
         )
     if checkpoint.config.get("attn_res_mode") == "none":
         return
-    norms = query_norms(checkpoint)
-    trained = {name: norm for name, norm in norms.items() if norm > 0}
+    norms = query_norms(checkpoint, checkpoint.config_class.from_pretrained(checkpoint.folder))
+    trained = {site: norm for site, norm in norms.items() if norm > 0}
     if trained:
         raise CheckpointError(
             f"{checkpoint.folder}: {len(trained)} of {len(norms)} queries are trained (the largest norm is "
@@ -76,15 +75,14 @@ def check_exportable(checkpoint: Checkpoint) -> None:
         )
 
 
-def query_norms(checkpoint: Checkpoint) -> dict[str, float]:
-    """The norm of every query that is read, by tensor name. That of the first sublayer has no effect."""
-    queries = [name for name in checkpoint.depth_names if name.endswith("_proj.weight")]
-    with checkpoint.open_tensors() as read:
-        return {
-            name: torch.linalg.vector_norm(read(name).double()).item()
-            for name in queries
-            if not name.endswith("layers.0.self_attention_res_proj.weight")
-        }
+def query_norms(checkpoint: Checkpoint, config: PreTrainedConfig) -> dict[int, float]:
+    """The norm of the query of each site but the first, which has no effect.
+
+    Raises:
+        CheckpointError: the depth tensors are not what the config implies.
+    """
+    query, _ = checkpoint.read_depth(config)
+    return dict(enumerate(torch.linalg.vector_norm(query[1:].double(), dim=-1).tolist(), start=1))
 
 
 def write_base_shards(checkpoint: Checkpoint, folder: Path) -> None:

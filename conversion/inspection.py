@@ -8,15 +8,7 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig
 
 from model_cards.blocks import describe_blocks, draw_blocks
 
-from .checkpoint import (
-    ATTNRES_FAMILIES,
-    BASE_FAMILIES,
-    DEPTH_TENSOR,
-    Checkpoint,
-    CheckpointError,
-    open_source,
-    quiet_transformers,
-)
+from .checkpoint import Checkpoint, CheckpointError, is_known_lossless, open_source, quiet_transformers
 from .export import query_norms
 from .text import read_text
 from .verify import tokenize
@@ -28,15 +20,15 @@ class Inspection:
 
     path: str
     family: str
+    portable: str  # of a base checkpoint
     config: PreTrainedConfig | None  # None for a base checkpoint
     depth_parameters: int
-    query_norms: dict[str, float]
+    query_norms: dict[int, float]  # by site
     entropies: list[float] | None
 
     def __str__(self) -> str:
         if self.config is None:
-            portable = "yes" if self.family in BASE_FAMILIES else "no"
-            return f"path       {self.path}\nfamily     {self.family}, standard residuals\nportable   {portable}"
+            return f"path       {self.path}\nfamily     {self.family}, standard residuals\nportable   {self.portable}"
         lines = [
             f"path       {self.path}",
             f"family     {self.family}",
@@ -50,18 +42,25 @@ class Inspection:
             trained = [norm for norm in self.query_norms.values() if norm > 0]
             lines.append(f"queries    {len(trained)} of {len(self.query_norms)} away from zero")
             lines.append(f"\n{'site':<22}{'query norm':>12}" + (f"{'entropy':>10}" if self.entropies else ""))
-            for index, (name, norm) in enumerate(self.query_norms.items(), start=1):
-                entropy = f"{self.entropies[index]:>10.3f}" if self.entropies else ""
-                lines.append(f"{_site(name):<22}{norm:>12.4g}{entropy}")
+            for site, norm in self.query_norms.items():
+                entropy = f"{self.entropies[site]:>10.3f}" if self.entropies else ""
+                lines.append(f"{_site(site, self.config.num_hidden_layers):<22}{norm:>12.4g}{entropy}")
         if self.entropies:
             mean = sum(self.entropies[1:]) / len(self.entropies[1:])
             lines.append(f"\nmean entropy of the depth weights: {mean:.3f} (1: all sources alike, 0: a single one)")
         return "\n".join(lines)
 
 
-def _site(name: str) -> str:
-    match = DEPTH_TENSOR.search(name)
-    return "output" if match["layer"] is None else f"layer {match['layer']} {'MLP' if match['mlp'] else 'attention'}"
+def _site(site: int, num_layers: int) -> str:
+    return "output" if site == 2 * num_layers else f"layer {site // 2} {'MLP' if site % 2 else 'attention'}"
+
+
+def _portable(checkpoint: Checkpoint) -> str:
+    try:
+        known = is_known_lossless(checkpoint.config_class.base_model_type())
+    except CheckpointError as error:
+        return f"no: {error}"
+    return "yes" if known else "if its port passes verification: its family is not among those tested to be lossless"
 
 
 def inspect(source: str, text: Path | None = None, with_entropy: bool = False) -> Inspection:
@@ -73,17 +72,18 @@ def inspect(source: str, text: Path | None = None, with_entropy: bool = False) -
         with_entropy: run it on the built-in sample where no file is given.
 
     Raises:
-        CheckpointError: it cannot be read, or the entropy is asked of a model without depth attention or head.
+        CheckpointError: it cannot be read, its depth tensors are not what its config implies, or the entropy is asked
+            of a model without depth attention or head.
     """
     with open_source(source) as checkpoint:
         family = checkpoint.config["model_type"]
         if not checkpoint.is_attnres:
-            return Inspection(source, family, None, 0, {}, None)
-        config = ATTNRES_FAMILIES[family].from_pretrained(checkpoint.folder)
-        shapes = checkpoint.describe()
-        parameters = sum(torch.Size(shapes[name][0]).numel() for name in checkpoint.depth_names)
+            return Inspection(source, family, _portable(checkpoint), None, 0, {}, None)
+        config = checkpoint.config_class.from_pretrained(checkpoint.folder)
+        norms = {} if config.attn_res_mode == "none" else query_norms(checkpoint, config)
+        parameters = 2 * config.attn_res_layout.num_sites * config.hidden_size if norms else 0
         entropies = _entropies(checkpoint, config, text) if text is not None or with_entropy else None
-        return Inspection(source, family, config, parameters, query_norms(checkpoint), entropies)
+        return Inspection(source, family, "", config, parameters, norms, entropies)
 
 
 def _entropies(checkpoint: Checkpoint, config: PreTrainedConfig, text: Path | None) -> list[float]:

@@ -12,9 +12,8 @@ from huggingface_hub.constants import REPOCARD_NAME
 from transformers import PreTrainedConfig
 
 from model_cards.blocks import describe_blocks
-from modeling_attnres.modeling_attnres import FAMILIES
 
-from .checkpoint import CONFIG_NAME, Checkpoint, CheckpointError, open_source
+from .checkpoint import CONFIG_NAME, Checkpoint, CheckpointError, is_known_lossless, model_class, open_source
 from .files import check_target, complete_or_absent
 from .verify import Verification, verify_checkpoints
 from .writing import add_card, add_shard, copy_checkpoint, copy_code
@@ -66,6 +65,8 @@ class PortReport:
 
     def __str__(self) -> str:
         verified = f"\n{self.verification}\n" if self.verification else ""
+        if self.verification and not is_known_lossless(self.config.base_model_type()):
+            verified = f"\nverified, for its family is not among those tested to be lossless:{verified}"
         return (
             f"ported to  {self.target}\n"
             f"family     {self.config.model_type}\n"
@@ -102,7 +103,8 @@ def port(
         target: a folder that does not exist or is empty. It appears when it is complete, or not at all.
         blocks: mode and blocks.
         link: hard-link the shards in place of copying them.
-        verify: compare tensors and logits with the source's before the target appears.
+        verify: compare tensors, tokenizer and logits with the source's before the target appears. Done anyway for a
+            family whose ports are not tested to be lossless.
 
     Raises:
         CheckpointError: the source, the target or the blocks cannot be used, or the port does not compute what its
@@ -115,7 +117,11 @@ def port(
         with complete_or_absent(target) as folder:
             copy_checkpoint(checkpoint, folder, link)
             added = add_depth_attention(Checkpoint(folder), config)
-            verification = verify_checkpoints(checkpoint, Checkpoint(folder)) if verify else None
+            verify = verify or not is_known_lossless(config.base_model_type())
+            try:
+                verification = verify_checkpoints(checkpoint, Checkpoint(folder)) if verify else None
+            except (AttributeError, TypeError) as error:  # as in `check_fit`, when the model is run
+                raise checkpoint.not_portable(error) from error
             if verification and not verification.passed:
                 raise CheckpointError(f"the port of {source} does not compute what it computes:\n{verification}")
             add_card(folder, target.name, checkpoint, source, "port", verification and verification.record())
@@ -124,6 +130,9 @@ def port(
 
 def attnres_config(checkpoint: Checkpoint, blocks: Blocks) -> PreTrainedConfig:
     """The config of the port: the source's, with the Attention Residuals fields."""
+    if checkpoint.is_attnres:
+        found = checkpoint.config["model_type"]
+        raise CheckpointError(f"{checkpoint.folder} is an Attention Residuals checkpoint already ({found}).")
     try:
         config = checkpoint.config_class.from_pretrained(checkpoint.folder)
         for name, value in blocks.fields(config.num_hidden_layers).items():
@@ -132,26 +141,21 @@ def attnres_config(checkpoint: Checkpoint, blocks: Blocks) -> PreTrainedConfig:
         config.validate_attn_res()
     except (ValueError, TypeError) as error:
         raise CheckpointError(str(error)) from error
-    config.architectures = [FAMILIES[type(config)][checkpoint.has_head].__name__]
+    config.architectures = [model_class(type(config), checkpoint.has_head).__name__]
     config.auto_map = config.remote_code()
     return config
 
 
 def add_depth_attention(checkpoint: Checkpoint, config: PreTrainedConfig) -> int:
     """Make a base checkpoint, in its folder, one with depth attention; returns the number of parameters added."""
-    prefix = "model." if checkpoint.has_head else ""
-    depth = depth_tensors(config.num_hidden_layers, config.hidden_size, prefix)
+    depth = depth_tensors(config, prefix="model." if checkpoint.has_head else "")
     add_shard(checkpoint, depth)
     config.to_json_file(checkpoint.folder / CONFIG_NAME)
     copy_code(checkpoint.folder)
     return sum(tensor.numel() for tensor in depth.values())
 
 
-def depth_tensors(num_layers: int, hidden_size: int, prefix: str) -> dict[str, torch.Tensor]:
-    """Zero queries and unit norms under their names on disk, in fp32."""
-    sites = [f"layers.{layer}.{name}" for layer in range(num_layers) for name in ("self_attention_res", "mlp_res")]
-    tensors = {}
-    for site in [*sites, "output_attn_res"]:
-        tensors[f"{prefix}{site}_proj.weight"] = torch.zeros(1, hidden_size)
-        tensors[f"{prefix}{site}_norm.weight"] = torch.ones(hidden_size)
-    return tensors
+def depth_tensors(config: PreTrainedConfig, prefix: str) -> dict[str, torch.Tensor]:
+    """Zero queries and unit norms, a row a site, in fp32."""
+    shape = config.attn_res_layout.num_sites, config.hidden_size
+    return {f"{prefix}attn_res.query": torch.zeros(shape), f"{prefix}attn_res.norm": torch.ones(shape)}

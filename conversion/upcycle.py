@@ -4,6 +4,7 @@ Mixtral's router weights sum to one, so experts that are all the same MLP comput
 Streams: about one output shard is held in memory.
 """
 
+import json
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -12,11 +13,12 @@ from pathlib import Path
 import torch
 from tqdm import tqdm
 from transformers import MixtralConfig
+from transformers.tokenization_utils_base import TOKENIZER_CONFIG_FILE
 
-from .checkpoint import CONFIG_NAME, Checkpoint, CheckpointError, open_source
+from .checkpoint import CONFIG_NAME, Checkpoint, CheckpointError, open_source, read_json
 from .files import check_target, complete_or_absent
 from .port import Blocks, PortReport, add_depth_attention, attnres_config
-from .verify import relative_difference
+from .verify import load_tokenizer, relative_difference
 from .writing import add_card, copy_other_files, write_shards
 
 
@@ -85,6 +87,7 @@ def upcycle(
             write_shards(folder, tensors)
             config.to_json_file(folder / CONFIG_NAME)
             copy_other_files(checkpoint, folder)
+            name_tokenizer_class(checkpoint.folder, folder)
             upcycled = Checkpoint(folder)
             attnres = attnres_config(upcycled, blocks)
             upcycled.check_fit(attnres)
@@ -142,3 +145,13 @@ def with_noise(tensor: torch.Tensor, scale: float, generator: torch.Generator) -
         return tensor.clone()
     noise = torch.randn(tensor.shape, generator=generator)
     return (tensor.float() + noise * (scale * tensor.float().std())).to(tensor.dtype)
+
+
+def name_tokenizer_class(source: Path, target: Path) -> None:
+    """Name in a target of another family the tokenizer class that the source gets, which may go by the model type."""
+    tokenizer, file = load_tokenizer(source), target / TOKENIZER_CONFIG_FILE
+    if tokenizer is not None:
+        settings = read_json(file) if file.exists() else {}
+        if settings.get("tokenizer_class") != type(tokenizer).__name__:
+            settings["tokenizer_class"] = type(tokenizer).__name__
+            file.write_text(json.dumps(settings, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")

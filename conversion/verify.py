@@ -1,4 +1,4 @@
-"""Whether a port holds the same tensors as its source and computes the same."""
+"""Whether a port holds the same tensors as its source, tokenises and computes the same."""
 
 import tempfile
 from dataclasses import dataclass
@@ -7,7 +7,7 @@ from pathlib import Path
 import psutil
 import torch
 from tqdm import tqdm
-from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase
 
 import modeling_attnres  # noqa: F401, registers the families with the Auto classes
 from model_cards.provenance import Verified
@@ -16,6 +16,8 @@ from .checkpoint import Checkpoint, CheckpointError, open_source, quiet_transfor
 from .text import read_text
 
 
+MAX_TOKENS = 512  # of a text
+TOKENIZER_FILES = ("tokenizer*", "vocab*", "*.model", "tekken.json")
 TOLERANCE = 3e-6  # relative logit error in fp32
 QUANTISED_TOLERANCE = 1e-1  # bf16 or int8 activations: a mean rounds to other values than a sum
 
@@ -28,6 +30,7 @@ class Verification:
     differing: tuple[str, ...]
     depth_tensors: int
     expected_depth_tensors: int
+    same_tokenizer: bool | None  # None: one of them has none
     tokens: int
     text: str
     relative_error: float
@@ -39,6 +42,7 @@ class Verification:
         return (
             not self.differing
             and self.depth_tensors == self.expected_depth_tensors
+            and self.same_tokenizer is not False
             and self.relative_error <= self.tolerance
         )
 
@@ -48,10 +52,12 @@ class Verification:
 
     def __str__(self) -> str:
         equal = self.tensors - len(self.differing)
+        tokenizer = {True: "the same token ids", False: "OTHER TOKEN IDS than the source's", None: "none to compare"}
         lines = [
             f"tensors    {equal:,} of {self.tensors:,} equal byte for byte",
             *(f"           differs: {name}" for name in self.differing[:5]),
             f"depth      {self.depth_tensors} of {self.expected_depth_tensors} depth tensors present",
+            f"tokenizer  {tokenizer[self.same_tokenizer]}",
             f"logits     relative error {self.relative_error:.1e} over {self.tokens} tokens of {self.text} "
             f"(tolerance {self.tolerance:.0e})",
             f"           same most likely token at {self.top1_agreement:.2%} of the tokens",
@@ -75,15 +81,16 @@ def verify_checkpoints(one: Checkpoint, other: Checkpoint, text: Path | None = N
     if not other.is_attnres:
         raise CheckpointError(f"{other.folder}: {other.config['model_type']!r} is no Attention Residuals family.")
     differing = tuple(_differing_tensors(one, other))
-    layers = other.config["num_hidden_layers"]
-
+    depth = other.expected_depth_names
     sample, name = read_text(text)
+    token_ids = [_token_ids(checkpoint.folder, sample) for checkpoint in (one, other)]
     ids, expected, found = _compare(one, other, sample)
     return Verification(
         tensors=len(one.weight_map),
         differing=differing,
-        depth_tensors=len(other.depth_names),
-        expected_depth_tensors=0 if other.config.get("attn_res_mode") == "none" else 4 * layers + 2,
+        depth_tensors=sum(tensor in other.weight_map for tensor in depth),
+        expected_depth_tensors=len(depth),
+        same_tokenizer=None if None in token_ids else token_ids[0] == token_ids[1],
         tokens=ids.shape[1],
         text=name,
         relative_error=_relative_error(found, expected),
@@ -100,7 +107,7 @@ def relative_difference(one: Checkpoint, other: Checkpoint) -> float:
 
 def _compare(one: Checkpoint, other: Checkpoint, text: str) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Token ids, and the outputs of both, one model in memory at a time."""
-    ids = tokenize(other.folder, text, other.config["vocab_size"])
+    ids = tokenize(one.folder, text, other.config["vocab_size"])
     return ids, _outputs(one, ids), _outputs(other, ids)
 
 
@@ -123,12 +130,25 @@ def _same_bytes(one: torch.Tensor, other: torch.Tensor) -> bool:
     return torch.equal(*flat)
 
 
-def tokenize(folder: Path, text: str, vocab_size: int, max_tokens: int = 512) -> torch.Tensor:
+def tokenize(folder: Path, text: str, vocab_size: int) -> torch.Tensor:
+    """The text's token ids `[1, T]`; without a tokenizer its bytes will do."""
+    ids = _token_ids(folder, text)
+    return torch.tensor([ids or [byte % vocab_size for byte in text.encode()[:MAX_TOKENS]]])
+
+
+def _token_ids(folder: Path, text: str) -> list[int] | None:
+    tokenizer = load_tokenizer(folder)
+    return None if tokenizer is None else tokenizer(text, truncation=True, max_length=MAX_TOKENS)["input_ids"]
+
+
+def load_tokenizer(folder: Path) -> PreTrainedTokenizerBase | None:
+    """The tokenizer of a checkpoint, or `None` where there is none, or one that is code, which is not run."""
+    if not any(path for glob in TOKENIZER_FILES for path in folder.glob(glob)):
+        return None  # transformers would make an empty one for some families
     try:
-        tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
-    except (OSError, ValueError):  # no tokenizer, or one that is code, which is not run: the text's bytes will do
-        return torch.tensor([[byte % vocab_size for byte in text.encode()[:max_tokens]]])
-    return tokenizer(text, return_tensors="pt", truncation=True, max_length=max_tokens)["input_ids"]
+        return AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
+    except (OSError, ValueError):
+        return None
 
 
 def _outputs(checkpoint: Checkpoint, ids: torch.Tensor) -> torch.Tensor:

@@ -7,7 +7,7 @@ from transformers import PreTrainedConfig
 
 def block_layers(config: PreTrainedConfig) -> list[range]:
     """The decoder layers of each block."""
-    return [range(*ends) for ends in pairwise((*config.attn_res_block_starts, config.num_hidden_layers))]
+    return [range(*ends) for ends in pairwise((*config.attn_res_layout.starts, config.num_hidden_layers))]
 
 
 def describe_blocks(config: PreTrainedConfig) -> str:

@@ -10,7 +10,7 @@ from huggingface_hub import EvalResult, ModelCard, ModelCardData
 from huggingface_hub.constants import REPOCARD_NAME
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, PreTrainedConfig
 
-import modeling_attnres  # noqa: F401, registers the families with the Auto classes
+from modeling_attnres import is_depth_parameter  # the import lets the Auto classes find the families, too
 
 from .blocks import describe_blocks, draw_blocks
 from .provenance import Provenance, read
@@ -174,7 +174,7 @@ def _text(facts: Facts) -> dict[str, Any]:
 def _parameters(facts: Facts) -> str:
     with torch.device("meta"):
         model = facts.auto_class.from_config(facts.config)
-    depth = sum(p.numel() for name, p in model.named_parameters() if ".attn_res." in f".{name}")
+    depth = sum(p.numel() for name, p in model.named_parameters() if is_depth_parameter(name))
     return f"{sum(p.numel() for p in model.parameters()):,}, {depth:,} of them for depth attention"
 
 

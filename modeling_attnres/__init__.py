@@ -1,22 +1,47 @@
 # Copyright 2026 The attention-residuals authors. Licensed under the Apache License, Version 2.0.
 """Attention Residuals for decoders of transformers.
 
-Importing this package registers its models with the Auto classes of transformers. A checkpoint that carries this
-package's files as remote code loads without it, with `trust_remote_code=True`.
+Importing this package lets the Auto classes of transformers find its models, and gives the classes of any base family
+by name: `from modeling_attnres import AttnResQwen3ForCausalLM`. Nothing of a family is imported before it is asked for.
+A checkpoint that carries this package's files as remote code loads without it, with `trust_remote_code=True`.
 """
 
-from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from . import configuration_attnres, modeling_attnres
-from .configuration_attnres import *  # noqa: F403
-from .modeling_attnres import *  # noqa: F403
+from .configuration_attnres import LOSSLESS_FAMILIES, BlockLayout, config_name, is_attnres_type
+from .depth_attention import DepthAttention, DepthReader, depth_read, is_depth_parameter, register_depth_reader
+from .modeling_attnres import register_family_parts
 
 
-__all__ = [*configuration_attnres.__all__, *modeling_attnres.__all__]
+__all__ = [
+    "LOSSLESS_FAMILIES",
+    "BlockLayout",
+    "DepthAttention",
+    "DepthReader",
+    "depth_read",
+    "is_depth_parameter",
+    "register_depth_reader",
+    "register_family_parts",
+]
 
-for _config_class, (_model_class, _causal_lm_class) in modeling_attnres.FAMILIES.items():
-    AutoConfig.register(_config_class.model_type, _config_class)
-    _config_class.register_for_auto_class()
-    for _auto_class, _class in ((AutoModel, _model_class), (AutoModelForCausalLM, _causal_lm_class)):
-        _auto_class.register(_config_class, _class)
-        _class.register_for_auto_class(_auto_class.__name__)  # saved models carry their code
+
+class _ConfigsByModelType(dict):
+    """What was registered with AutoConfig, and `attnres_…`: a family's classes are derived when it is looked up."""
+
+    def __contains__(self, model_type) -> bool:
+        return super().__contains__(model_type) or is_attnres_type(model_type)
+
+    def __missing__(self, model_type):
+        if not is_attnres_type(model_type):
+            raise KeyError(model_type)
+        return getattr(configuration_attnres, config_name(model_type))
+
+
+CONFIG_MAPPING._extra_content = _ConfigsByModelType(CONFIG_MAPPING._extra_content)
+
+
+def __getattr__(name: str) -> type:
+    if name.startswith("AttnRes"):
+        return getattr(configuration_attnres if name.endswith("Config") else modeling_attnres, name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

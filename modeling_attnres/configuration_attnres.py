@@ -1,10 +1,14 @@
 # Copyright 2026 The attention-residuals authors. Licensed under the Apache License, Version 2.0.
-"""The configuration of Attention Residuals: four fields, added to the configuration of each base family.
+"""The configuration of Attention Residuals: four fields, added to the configuration of any base family.
 
-`AttnResFields` holds the fields, their validation and what they imply (which sublayer reads how many sources). Each
-family's config is the base family's config plus these fields.
+`AttnResConfigMixin` holds the fields and their validation; `BlockLayout` what they imply (which site reads which
+sources). The config class of a family is derived when it is asked for: `AttnResLlamaConfig` is `LlamaConfig` with the
+mixin, and so for every config of transformers that has a causal language model.
 """
 
+import contextlib
+import difflib
+import sys
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Literal
@@ -12,11 +16,36 @@ from typing import Literal
 import transformers
 from huggingface_hub.dataclasses import strict
 from packaging.version import Version
-from transformers import DeepseekV3Config, KimiLinearConfig, LlamaConfig, MixtralConfig, Qwen3MoeConfig
+from transformers.models.auto import modeling_auto, tokenization_auto
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 from transformers.utils import logging
 
+from .depth_attention import check_depth_reader
+from .depth_readers import TwoPhaseReader  # noqa: F401 (its file registers the readers that a config may name)
 
-TESTED_TRANSFORMERS = ("5.24.0", "5.25.0")  # from the first, up to but not including the second
+
+TESTED_TRANSFORMERS = ("5.16.0", "5.25.0")  # from the first, up to but not including the second
+PREFIX, TYPE_PREFIX = "AttnRes", "attnres_"
+
+# The model of each kind that a base family may have: Auto class -> model type -> class name
+AUTO_CLASSES = {
+    "AutoModel": modeling_auto.MODEL_MAPPING_NAMES,
+    "AutoModelForCausalLM": modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+    "AutoModelForSequenceClassification": modeling_auto.MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES,
+    "AutoModelForTokenClassification": modeling_auto.MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING_NAMES,
+    "AutoModelForQuestionAnswering": modeling_auto.MODEL_FOR_QUESTION_ANSWERING_MAPPING_NAMES,
+}
+
+# The model types that tests/modeling_attnres/test_families.py proves lossless. Any other is verified when it is ported.
+LOSSLESS_FAMILIES = frozenset(
+    """
+    afmoe arcee aria_text axk1 axk2 bamba bitnet cwm deepseek_v2 deepseek_v3 deepseek_v32 diffllama dots1 ernie4_5
+    ernie4_5_moe exaone_moe flint gemma gemma2 gemma3_text glm glm4 glm4_moe glm4_moe_lite gpt_oss granite granite_swa
+    granitemoe helium hunyuan_v1_dense hunyuan_v1_moe hy_v3 jais2 jamba kimi_linear laguna llama mellum mimo_v2_flash
+    minimax_m2 ministral ministral3 mistral mixtral nanochat nemotron olmo olmoe phi3 phimoe qwen2 qwen2_moe qwen3
+    qwen3_5_moe_text qwen3_5_text qwen3_moe qwen3_next seed_oss smollm3 solar_open stablelm starcoder2 vaultgemma youtu
+    """.split()  # noqa: SIM905 (a list would be a line per family)
+)
 
 if not Version(TESTED_TRANSFORMERS[0]) <= Version(transformers.__version__) < Version(TESTED_TRANSFORMERS[1]):
     logging.get_logger(__name__).warning_once(
@@ -25,19 +54,64 @@ if not Version(TESTED_TRANSFORMERS[0]) <= Version(transformers.__version__) < Ve
     )
 
 
-def base_class(cls: type) -> type:
-    """The class of the base family, in transformers, that a class of ours extends."""
-    return next(base for base in cls.__mro__ if base.__module__.startswith("transformers.models."))
+@dataclass(frozen=True)
+class BlockLayout:
+    """Which sources each site reads. Site 2l is the attention of decoder layer l, 2l + 1 its MLP, 2L the output.
+
+    A site reads the closed blocks (the embedding is the first) and, unless it opens a block, the running sum.
+
+    Args:
+        num_layers: L, decoder layers.
+        starts: the first decoder layer of each block.
+        full: every sublayer's output is a block of its own, and `starts` is every layer.
+    """
+
+    num_layers: int
+    starts: tuple[int, ...]
+    full: bool = False
+
+    @property
+    def num_sites(self) -> int:
+        return 2 * self.num_layers + 1
+
+    def opens_block(self, layer: int) -> bool:
+        """Whether the layer's attention reads closed blocks only."""
+        return layer in self.starts
+
+    def closed_blocks(self, site: int) -> int:
+        """How many blocks have closed when the site's layer has started (at the output: when all layers have run)."""
+        layer = site // 2
+        if self.full:
+            return min(2 * layer + 1, 2 * self.num_layers)
+        return sum(start <= layer for start in self.starts)
+
+    def num_sources(self, site: int) -> int:
+        """How many sources the site reads."""
+        opens = site % 2 == 0 and self.opens_block(site // 2)
+        return self.closed_blocks(site) + (not opens)
+
+    def end_of_block(self, site: int) -> int:
+        """The first site after the block of the site's layer."""
+        later = [2 * start for start in self.starts if 2 * start > site]
+        return later[0] if later else self.num_sites
+
+    def sources_of(self, site: int) -> list[range]:
+        """For each source of a site, what it sums: 0 is the embedding, u > 0 the output of site u - 1's sublayer."""
+        if self.full:
+            return [range(u, u + 1) for u in range(site + 1)]
+        ends = [0, *(2 * layer + 1 for layer in self.starts), self.num_sites]
+        blocks = [range(begin, min(end, site + 1)) for begin, end in pairwise(ends)]
+        return [block for block in blocks if len(block)]
 
 
 @dataclass(repr=False, eq=False, kw_only=True)
-class AttnResFields:
+class AttnResConfigMixin:
     """What a config with Attention Residuals says beyond its base family.
 
     Args:
         attn_res_mode: `"block"` reads the embedding and the sums of blocks of decoder layers, `"full"` the embedding
             and every earlier sublayer, `"none"` keeps the standard residual sum (the control).
-        attn_res_block_size: decoder layers a block; the last block takes the rest. The paper counts sublayers, so its
+        attn_res_block_size: decoder layers per block; the last block takes the rest. The paper counts sublayers, so its
             S is twice this. Default: `ceil(num_hidden_layers / 8)`, about 8 blocks. Used by `"block"` only.
         attn_res_block_boundaries: the first decoder layer of each block, for uneven blocks: increasing, starting at 0.
             Excludes `attn_res_block_size`.
@@ -69,16 +143,18 @@ class AttnResFields:
     @classmethod
     def base_model_type(cls) -> str:
         """The model type of the base family in transformers."""
-        return cls.model_type.removeprefix("attnres_")
+        return cls.model_type.removeprefix(TYPE_PREFIX)
+
+    @classmethod
+    def class_names(cls) -> dict[str, str]:
+        """The name of this family's class for each Auto class, as far as the base family has one."""
+        named = {auto_class: names.get(cls.base_model_type()) for auto_class, names in AUTO_CLASSES.items()}
+        return {auto_class: PREFIX + name for auto_class, name in named.items() if isinstance(name, str)}
 
     def remote_code(self) -> dict[str, str]:
         """The `auto_map` of a checkpoint of this family: which class of the files beside it each Auto class loads."""
-        family = type(self).__name__.removesuffix("Config")
-        return {
-            "AutoConfig": f"configuration_attnres.{family}Config",
-            "AutoModel": f"modeling_attnres.{family}Model",
-            "AutoModelForCausalLM": f"modeling_attnres.{family}ForCausalLM",
-        }
+        config = {"AutoConfig": f"configuration_attnres.{type(self).__name__}"}
+        return config | {auto: f"modeling_attnres.{name}" for auto, name in self.class_names().items()}
 
     def validate_attn_res(self) -> None:
         """Check that the fields describe blocks that exist: on construction, on saving and before a model is built."""
@@ -103,20 +179,24 @@ class AttnResFields:
 
     def __post_init__(self, **kwargs):
         kwargs.pop("model_type", None)  # a base config's dict brings its own, which would shadow the class's
-        self.attn_res_implementation = kwargs.pop("attn_res_implementation", "two_phase")
+        self.attn_res_implementation = kwargs.pop("attn_res_implementation", "auto")
+        register_in_other_libraries(type(self))
         super().__post_init__(**kwargs)
+
+    def to_dict(self) -> dict:
+        register_in_other_libraries(type(self))  # PEFT, which may be imported last, asks for the dict first
+        return super().to_dict()
 
     @property
     def attn_res_implementation(self) -> str:
-        """How to read over depth: `"two_phase"` (in training: with a gradient written by hand), or `"eager"`, the plain
-        twin of both. Like `attn_implementation` a matter of the process, not of the checkpoint: it can be set at load
-        or later, and is not saved."""
+        """How to read over depth: `"auto"`, or the name of a reader (`"eager"`, `"training"`, `"two_phase"`, or one
+        that `register_depth_reader` was given). Like `attn_implementation` a matter of the process, not of the
+        checkpoint: it can be set at load or later, and is not saved."""
         return self._attn_res_implementation
 
     @attn_res_implementation.setter
     def attn_res_implementation(self, value: str):
-        if value not in ("two_phase", "eager"):
-            raise ValueError(f"attn_res_implementation must be 'two_phase' or 'eager', got {value!r}.")
+        check_depth_reader(value)
         self._attn_res_implementation = value
 
     def _remove_keys_not_serialized(self, config_dict: dict) -> None:
@@ -124,59 +204,133 @@ class AttnResFields:
         config_dict.pop("_attn_res_implementation", None)
 
     @property
-    def attn_res_block_starts(self) -> tuple[int, ...]:
-        """The first decoder layer of each block. In `"full"` mode every layer (whose sublayers are kept apart)."""
+    def attn_res_layout(self) -> BlockLayout:
+        """Which site reads which sources; the mode is not `"none"`."""
+        layers = self.num_hidden_layers
         if self.attn_res_mode == "full":
-            return tuple(range(self.num_hidden_layers))
+            return BlockLayout(layers, tuple(range(layers)), full=True)
         if self.attn_res_block_boundaries is not None:
-            return tuple(self.attn_res_block_boundaries)
-        size = self.attn_res_block_size or -(-self.num_hidden_layers // 8)
-        return tuple(range(0, self.num_hidden_layers, size))
-
-    def attn_res_num_sources(self, site: int) -> int:
-        """How many sources a site reads: site 2l is the attention of decoder layer l, 2l + 1 its MLP, 2L the output.
-
-        Every site reads the closed blocks (the embedding is the first) and, unless it opens a block, the running sum.
-        """
-        if self.attn_res_mode == "none":
-            return 1
-        if self.attn_res_mode == "full":
-            return site + 1
-        layer, is_mlp = divmod(site, 2)
-        closed = sum(start <= layer for start in self.attn_res_block_starts)
-        opens_block = not is_mlp and layer in self.attn_res_block_starts
-        return closed if opens_block else closed + 1
+            return BlockLayout(layers, tuple(self.attn_res_block_boundaries))
+        return BlockLayout(layers, tuple(range(0, layers, self.attn_res_block_size or -(-layers // 8))))
 
 
-@strict
-class AttnResLlamaConfig(AttnResFields, LlamaConfig):
-    model_type = "attnres_llama"
+# ----------------------------------------------------------------------------------------------- families are derived
 
 
-@strict
-class AttnResMixtralConfig(AttnResFields, MixtralConfig):
-    model_type = "attnres_mixtral"
+class FamilyError(AttributeError):
+    """A class that cannot be derived; the message says why, and names near ones."""
+
+    def __init__(self, name: str, reason: str):
+        self.reason = reason
+        known = {PREFIX + names[t] for names in AUTO_CLASSES.values() for t in LOSSLESS_FAMILIES if t in names}
+        known |= {config_name(t) for t in LOSSLESS_FAMILIES if t in CONFIG_MAPPING_NAMES}
+        near = difflib.get_close_matches(name, sorted(known), n=3)
+        super().__init__(f"{name}: {reason}" + (f" Near names: {', '.join(near)}." if near else ""))
 
 
-@strict
-class AttnResQwen3MoeConfig(AttnResFields, Qwen3MoeConfig):
-    model_type = "attnres_qwen3_moe"
+@contextlib.contextmanager
+def asked_for(name: str):
+    """Let a reason found on the way be told of the name that was asked for."""
+    try:
+        yield
+    except FamilyError as error:
+        raise FamilyError(name, error.reason) from None
 
 
-@strict
-class AttnResDeepseekV3Config(AttnResFields, DeepseekV3Config):
-    model_type = "attnres_deepseek_v3"
+def base_of(name: str) -> type:
+    """The class of transformers that `AttnRes…` extends.
+
+    Raises:
+        FamilyError: there is none.
+    """
+    base_name = name.removeprefix(PREFIX)
+    base = getattr(transformers, base_name, None) if base_name else None
+    if not isinstance(base, type):
+        raise FamilyError(
+            name, f"transformers {transformers.__version__} has no {base_name or 'class without a name'}."
+        )
+    return base
 
 
-@strict
-class AttnResKimiLinearConfig(AttnResFields, KimiLinearConfig):
-    model_type = "attnres_kimi_linear"
+def derive_config(name: str) -> type:
+    """The config class `AttnRes{Base}Config`.
+
+    Raises:
+        FamilyError: transformers has no such config, or its family has no causal language model.
+    """
+    base = base_of(name)
+    model_type = getattr(base, "model_type", None)
+    if "text_config" in getattr(base, "sub_configs", {}):
+        text = type(base().text_config).__name__
+        raise FamilyError(name, f"{base.__name__} is composite; the config of its text model is {PREFIX}{text}.")
+    if model_type not in AUTO_CLASSES["AutoModelForCausalLM"]:
+        raise FamilyError(name, f"{base.__name__} has no causal language model in transformers.")
+    body = {
+        "__module__": __name__,
+        "__doc__": f"`{base.__name__}` with the fields of `AttnResConfigMixin`.",
+        "model_type": TYPE_PREFIX + model_type,
+        "base_class": base,
+        "base_model_pp_plan": None,  # stages would have to exchange blocks, too
+    }
+    return strict(type(name, (AttnResConfigMixin, base), body))
 
 
-__all__ = [
-    "AttnResDeepseekV3Config",
-    "AttnResKimiLinearConfig",
-    "AttnResLlamaConfig",
-    "AttnResMixtralConfig",
-    "AttnResQwen3MoeConfig",
-]
+def register_tokenizer(config_class: type) -> None:
+    """Let AutoTokenizer choose for the derived family what it chooses for its base."""
+    base_type, model_type = config_class.base_model_type(), config_class.model_type
+    names = tokenization_auto.TOKENIZER_MAPPING_NAMES
+    if base_type in names:
+        names[model_type] = names[base_type]
+        tokenizer_class = tokenization_auto.TOKENIZER_MAPPING.get(config_class.base_class, None)
+        if tokenizer_class is not None:
+            tokenization_auto.TOKENIZER_MAPPING.register(config_class, tokenizer_class, exist_ok=True)
+    # model types whose published tokenizer_config.json names the wrong class
+    corrected = tokenization_auto.MODELS_WITH_INCORRECT_HUB_TOKENIZER_CLASS
+    if base_type in corrected:
+        corrected.add(model_type)
+
+
+def config_name(model_type: str) -> str:
+    """The name of the config class of `attnres_…`, or of a base family's model type."""
+    return PREFIX + CONFIG_MAPPING_NAMES[model_type.removeprefix(TYPE_PREFIX)]
+
+
+def is_attnres_type(model_type: object) -> bool:
+    """Whether a model type is one of ours, of a base family that this release of transformers has."""
+    return (
+        isinstance(model_type, str)
+        and model_type.startswith(TYPE_PREFIX)
+        and model_type.removeprefix(TYPE_PREFIX) in AUTO_CLASSES["AutoModelForCausalLM"]
+    )
+
+
+# Module -> how the names of its tables by model type begin
+OTHER_TABLES = {
+    "peft.utils.constants": "TRANSFORMERS_MODELS_TO_",  # what is adapted by default
+    "liger_kernel.transformers.monkey_patch": "MODEL_TYPE_TO_APPLY_LIGER_FN",
+}
+
+
+def register_in_other_libraries(config_class: type) -> None:
+    """Let the libraries that are loaded now do for the derived model type what they do for its base."""
+    base_type, model_type = config_class.base_model_type(), config_class.model_type
+    for module, beginning in OTHER_TABLES.items():
+        for name, table in vars(sys.modules[module]).items() if module in sys.modules else ():
+            if name.startswith(beginning) and isinstance(table, dict) and base_type in table:
+                table.setdefault(model_type, table[base_type])
+
+
+def __getattr__(name: str) -> type:
+    if not (name.startswith(PREFIX) and name.endswith("Config")):
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    with asked_for(name):
+        globals()[name] = config_class = derive_config(name)
+        register_tokenizer(config_class)
+        models = sys.modules.get(f"{__package__}.modeling_attnres")
+        if models is not None:  # else only configs are wanted
+            try:
+                models.register_with_auto_classes(config_class)
+            except BaseException:
+                del globals()[name]  # the family does not qualify, and says so each time it is asked for
+                raise
+    return config_class

@@ -1,176 +1,278 @@
 # Copyright 2026 The attention-residuals authors. Licensed under the Apache License, Version 2.0.
-"""Decoders of transformers with Attention Residuals.
+"""Decoders of transformers with Attention Residuals: the layer, the model and its heads, written once.
 
-What differs from a base family is written once: `AttnResDecoderLayer` (a layer reads its two sublayers' inputs through
-depth attention and returns a running sum), `AttnResModel` (the loop over layers, which closes the blocks) and
-`AttnResForCausalLM`. A family, at the end of the file, names its base classes and its masks.
+The base family's own code runs, untouched: its model's forward makes masks, caches and positions and calls its layers,
+and its layer's forward runs its norms, attention and MLP. What changes is what a layer's forward is given in place of
+its hidden states: a `ResidualStream`, from which a norm reads a mixture over depth, and which takes a sublayer's output
+not into a sum over all layers but into the running sum of its block.
 
-State is functional: a layer takes the closed blocks and the running sum as tensors and returns a new running sum; it
-changes nothing it received. So gradient checkpointing recomputes what the first pass computed, and nothing of depth
-attention enters the KV cache.
+`AttnResLlamaModel`, `AttnResQwen3MoeForCausalLM`, … are derived from the classes of transformers when they are asked
+for (`derive_model`). A base model is built by its own `__init__`; then each of its layers becomes one of ours: the same
+parameters, another class. Nothing of depth attention enters the KV cache.
 
-Shapes: B batch, T tokens, D hidden size, L decoder layers, S = 2L + 1 sites, N closed blocks.
+Shapes: B batch, T tokens, D hidden size.
 """
 
-from dataclasses import dataclass
+import functools
+import inspect
+import sys
+from collections.abc import Callable
+from dataclasses import make_dataclass
 
 import torch
+import transformers
 from torch import nn
-from transformers import (
-    DeepseekV3ForCausalLM,
-    DeepseekV3Model,
-    GenerationMixin,
-    KimiLinearForCausalLM,
-    KimiLinearModel,
-    LlamaForCausalLM,
-    LlamaModel,
-    MixtralForCausalLM,
-    MixtralModel,
-    PreTrainedModel,
-    Qwen3MoeForCausalLM,
-    Qwen3MoeModel,
-)
-from transformers.cache_utils import Cache, DynamicCache
+from torch.utils._pytree import tree_flatten, tree_unflatten
+from transformers import PreTrainedModel, conversion_mapping, modeling_outputs
 from transformers.conversion_mapping import (
     get_checkpoint_conversion_mapping,
     register_checkpoint_conversion_mapping,
 )
-from transformers.masking_utils import (
-    create_causal_mask,
-    create_recurrent_attention_mask,
-    create_sliding_window_causal_mask,
-)
-from transformers.modeling_outputs import MoeCausalLMOutputWithPast, MoeModelOutputWithPast
-from transformers.models.deepseek_v3.modeling_deepseek_v3 import (
-    DeepseekV3DecoderLayer,
-    DeepseekV3RMSNorm,
-    DeepseekV3RotaryEmbedding,
-)
-from transformers.models.kimi_linear.modeling_kimi_linear import KimiLinearDecoderLayer, KimiLinearRMSNorm
-from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRMSNorm, LlamaRotaryEmbedding
-from transformers.models.mixtral.modeling_mixtral import MixtralDecoderLayer, MixtralRMSNorm, MixtralRotaryEmbedding
-from transformers.models.qwen3_moe.modeling_qwen3_moe import (
-    Qwen3MoeDecoderLayer,
-    Qwen3MoeRMSNorm,
-    Qwen3MoeRotaryEmbedding,
-)
-from transformers.utils import can_return_tuple
-from transformers.utils.deprecation import deprecate_kwarg
-from transformers.utils.generic import merge_with_config_defaults
-from transformers.utils.output_capturing import OutputRecorder, capture_outputs
+from transformers.modeling_layers import GradientCheckpointingLayer
+from transformers.models.auto import AutoConfig
+from transformers.utils import logging
+from transformers.utils.output_capturing import _CAN_RECORD_REGISTRY
 
-from .attention_residuals import (
-    DepthAttention,
-    DepthRead,
-    EagerSources,
-    TwoPhaseSources,
-    add_output,
-    depth_attention_mapping,
-    with_literal_dots,
-)
-from .configuration_attnres import (
-    AttnResDeepseekV3Config,
-    AttnResKimiLinearConfig,
-    AttnResLlamaConfig,
-    AttnResMixtralConfig,
-    AttnResQwen3MoeConfig,
-    base_class,
+from . import configuration_attnres
+from .configuration_attnres import AUTO_CLASSES, PREFIX, FamilyError, asked_for, base_of
+from .depth_attention import DepthAttention, DepthReader, add_output, choose_depth_reader
+from .depth_readers import TwoPhaseReader  # noqa: F401 (its file registers the readers)
+
+
+logger = logging.get_logger(__name__)
+
+
+# ------------------------------------------------------------------------------------------------------- decoder layers
+
+_NOT_PRE_NORM = (
+    "the layer does something else with it than a norm's read and the addition of a sublayer's output before each "
+    "sublayer, so depth attention cannot take its place in this family."
 )
 
 
-@dataclass
-class AttnResModelOutput(MoeModelOutputWithPast):
-    """What a model returns: its base family's outputs and, if asked for, the depth weights of every site."""
+class ResidualStream:
+    """What the forward of a base family's layer is given as hidden states.
 
-    depth_attentions: tuple[torch.Tensor, ...] | None = None
+    A pre-norm layer does two things with them, and this supports no more: a norm reads them, and the sublayer's output
+    is added. It lives within one call of one layer; what went in and what comes out are tensors.
 
+    Args:
+        read: the reader's `read`.
+        dtype: what the sublayers compute in.
+        full: keep the two sublayers' outputs apart.
+        keep_weights: keep the depth weights of its reads.
+        running_sum: the sum of the block so far `[B, T, D]`, or `None` where the layer opens a block.
+        inputs: what the reader gave for the layer's two sites.
+    """
 
-@dataclass
-class AttnResCausalLMOutput(MoeCausalLMOutputWithPast):
-    """What a causal LM returns that is asked for depth weights: they are a field, since FSDP drops what is none."""
-
-    depth_attentions: tuple[torch.Tensor, ...] | None = None
-
-
-class AttnResDecoderLayer:
-    """A decoder layer whose attention and MLP read through depth attention. Mixed into a base family's layer."""
-
-    def __init__(self, config, layer_idx: int):
-        super().__init__(config, layer_idx)
-        self.is_full = config.attn_res_mode == "full"
-        self.starts_block = layer_idx in config.attn_res_block_starts
-        self.attention_read, self.mlp_read = DepthRead(), DepthRead()
-        scale_norm_eps(self.input_layernorm, config, site=2 * layer_idx)
-        scale_norm_eps(self.post_attention_layernorm, config, site=2 * layer_idx + 1)
-
-    def forward(
+    def __init__(
         self,
-        hidden_states: torch.Tensor,
-        *site_inputs: torch.Tensor,
-        stream_dtype: torch.dtype,
-        way: str = "plain",
-        **kwargs,
-    ) -> tuple[torch.Tensor, ...]:
-        """Run both sublayers.
+        read: Callable,
+        dtype: torch.dtype,
+        full: bool,
+        keep_weights: bool,
+        running_sum: torch.Tensor | None,
+        inputs: tuple,
+    ):
+        self._read, self._dtype, self._full, self._keep_weights = read, dtype, full, keep_weights
+        self.running_sum, self._inputs = running_sum, inputs
+        self.kept_apart: list[torch.Tensor] = []
+        self.weights: list[torch.Tensor] = []
+        self.num_reads = self.num_outputs = 0
+
+    def read(self, gain: float) -> torch.Tensor:
+        """The input of the next sublayer `[B, T, D]`, times `gain`."""
+        mixture_BTD, weights_BTN = self._read(self.running_sum, self._inputs[self.num_reads])
+        self.num_reads += 1
+        if self._keep_weights:
+            self.weights.append(weights_BTN)
+        if gain != 1:
+            mixture_BTD = mixture_BTD * gain
+        return mixture_BTD.to(self._dtype)
+
+    def add(self, output_BTD: torch.Tensor) -> "ResidualStream":
+        """Take a sublayer's output."""
+        self.num_outputs += 1
+        if self.num_outputs != self.num_reads:
+            raise TypeError(
+                f"two outputs added after one read of the residual stream (parallel blocks): {_NOT_PRE_NORM}"
+            )
+        if self._full and self.running_sum is not None:
+            self.kept_apart.append(self.running_sum)
+            self.running_sum = output_BTD
+        else:
+            self.running_sum = add_output(self.running_sum, output_BTD)
+        return self
+
+    __add__ = __radd__ = add
+
+    @classmethod
+    def __torch_function__(cls, function: Callable, types, args=(), kwargs=None):
+        """`stream + tensor` as torch.compile sees it, and `tensor + stream`: operations on tensors, which ask here."""
+        if function.__name__ not in ("add", "__add__", "__radd__"):
+            raise TypeError(f"{function.__name__} of the residual stream: {_NOT_PRE_NORM}")
+        one, other = args
+        return one.add(other) if isinstance(one, ResidualStream) else other.add(one)
+
+    def __getattr__(self, name: str):
+        raise TypeError(f"{name} of the residual stream: {_NOT_PRE_NORM}")
+
+    def __mul__(self, other):
+        raise TypeError(f"a multiple of the residual stream: {_NOT_PRE_NORM}")
+
+    __rmul__ = __imul__ = __mul__
+
+
+class LayerView:
+    """A base family's layer as its own forward sees it (`self`): its norms read a `ResidualStream`."""
+
+    forward = None  # transformers' wrapper of a layer's forward looks it up in the class
+
+    def __init__(self, layer: nn.Module):
+        self.layer = layer
+
+    def __getattr__(self, name: str):
+        value = getattr(self.layer, name)
+        if name not in self.layer.gains:
+            return value
+        gain = self.layer.gains[name]
+
+        def read_and_normalise(stream, *args, **kwargs):
+            if not isinstance(stream, ResidualStream):
+                raise TypeError(f"{name} reads something else than the residual stream: {_NOT_PRE_NORM}")
+            return value(stream.read(gain), *args, **kwargs)
+
+        return read_and_normalise
+
+
+class AttnResDecoderLayerMixin:
+    """A decoder layer that reads through depth attention. Mixed into a base family's layer class.
+
+    It is never constructed: `install_depth_attention` gives a built layer this class, and sets what follows.
+
+    Attributes:
+        base_layer_class: the layer's class in transformers.
+        layer_index: its place in the model.
+        gains: by the name of each of its two sublayers' norms, what the norm's input is multiplied by: 1, or the number
+            of sources where the norm's eps cannot be divided by its square.
+    """
+
+    base_layer_class: type[nn.Module]
+    layer_index: int
+    gains: dict[str, float]
+
+    def __init_subclass__(cls, **kwargs):
+        super().__init_subclass__(**kwargs)
+        # Releases of transformers put checkpointing around `forward` here, or around `__call__`: ours is in `forward`.
+        cls.forward = AttnResDecoderLayerMixin.forward
+
+    def __call__(self, hidden_states: torch.Tensor, *args, depth_reader: DepthReader, **kwargs):
+        """Run the layer with its hooks; the last one returns what the final norm reads, made of what hooks left."""
+        output = nn.Module.__call__(self, hidden_states, *args, depth_reader=depth_reader, **kwargs)
+        if depth_reader.last_layer is not self:
+            return output
+        if isinstance(output, tuple):
+            return depth_reader.read_output(output[0]), *output[1:]
+        return depth_reader.read_output(output)
+
+    def forward(self, hidden_states: torch.Tensor, *args, depth_reader: DepthReader, **kwargs):
+        """Ask the reader what the two sublayers read, run them, and tell it what they added.
+
+        Hooks are outside of this, so what they change counts; recomputation is inside, so the reader is asked once.
 
         Args:
-            hidden_states: the running sum `[B, T, D]` that the layer before returned, in the statistics dtype. A layer
-                that starts a block finds it among the closed blocks and does not read it here.
-            site_inputs: what the attention's read takes beside the running sum, then what the MLP's takes, as many:
-                tensors, one by one, for checkpointing to find.
-            stream_dtype: what the sublayers are given, the dtype of the embedding.
-            way: how `DepthRead` reads.
-            kwargs: what the base family's attention takes (mask, cache, position embeddings, …).
+            hidden_states: what the layer before returned `[B, T, D]`: the running sum of its block.
+            depth_reader: the reader of this pass.
+            args, kwargs: what the base family's layer takes.
 
         Returns:
-            The new running sum; in Full mode the MLP's output, and the attention's output as a source to close.
+            What the base family's layer returns, with the new running sum `[B, T, D]` in the model's dtype (in Full
+            mode the MLP's output) for its hidden states.
         """
-        half = len(site_inputs) // 2
+        site, full = 2 * self.layer_index, depth_reader.layout.full
+        num_weights = 0 if depth_reader.depth_weights is None else 2
+        running_sum = depth_reader.enter_layer(self.layer_index, hidden_states)
+        inputs = (depth_reader.inputs_for(site), depth_reader.inputs_for(site + 1))
+        new_stream = functools.partial(ResidualStream, depth_reader.read, depth_reader.dtype, full, num_weights > 0)
+        if self.gradient_checkpointing and self.training and torch.is_grad_enabled():
+            kwargs = without_cache(kwargs)
+            tensors, structure = tree_flatten((running_sum, inputs))  # checkpointing wants them as arguments
 
-        running_sum = None if self.starts_block else hidden_states
-        inputs, _ = self.attention_read(running_sum, *site_inputs[:half], way=way)
-        attention_output = self.attend(self.input_layernorm(inputs.to(stream_dtype)), **kwargs)
+            def run(*tensors):
+                return self.run_sublayers(new_stream(*tree_unflatten(tensors, structure)), *args, **kwargs)
 
-        running_sum = add_output(running_sum, attention_output)
-        inputs, _ = self.mlp_read(running_sum, *site_inputs[half:], way=way)
-        mlp_output = self.mlp(self.post_attention_layernorm(inputs.to(stream_dtype)))
+            running_sum, *others = self._gradient_checkpointing_func(run, *tensors)
+        else:
+            running_sum, *others = self.run_sublayers(new_stream(running_sum, inputs), *args, **kwargs)
+        kept_apart, weights, rest = others[:full], others[full : full + num_weights], others[full + num_weights :]
+        if weights:
+            depth_reader.depth_weights += weights
+        hidden_states = depth_reader.leave_layer(running_sum, kept_apart)
+        return (hidden_states, *rest) if rest else hidden_states
 
-        if self.is_full:
-            return mlp_output, attention_output
-        return (add_output(running_sum, mlp_output),)
+    def run_sublayers(self, stream: ResidualStream, *args, **kwargs) -> tuple:
+        """The base layer's own forward on a residual stream: a function of tensors.
 
-    def attend(self, hidden_states: torch.Tensor, **kwargs) -> torch.Tensor:
-        attention_output, _ = self.self_attn(hidden_states=hidden_states, **kwargs)
-        return attention_output
+        Returns:
+            The new running sum; in Full mode the attention's output; the depth weights of both sites, if they are kept;
+            and whatever the base layer returns beside hidden states.
+        """
+        result = self.base_layer_class.forward(LayerView(self), stream, *args, **kwargs)
+        result, *rest = result if isinstance(result, tuple) else (result,)
+        if result is not stream or stream.num_outputs != 2:
+            raise TypeError(f"{self.base_layer_class.__name__}: expected two sublayers around one residual stream.")
+        return stream.running_sum, *stream.kept_apart, *stream.weights, *rest
 
 
-def scale_norm_eps(norm: nn.Module, config, site: int) -> None:
-    """Let a norm that reads the mean of n sources use eps / n²: then it equals the base's norm of their sum."""
-    if config.attn_res_scale_norm_eps:
-        norm.variance_epsilon = config.rms_norm_eps / config.attn_res_num_sources(site) ** 2
+def without_cache(kwargs: dict) -> dict:
+    """A layer's arguments without its cache, which recomputation would write twice."""
+    names = [name for name in ("use_cache", "cache", "past_key_values") if kwargs.get(name) not in (None, False)]
+    if names:
+        logger.warning_once(f"Caching is incompatible with gradient checkpointing: {', '.join(names)} not used.")
+    return {name: value for name, value in kwargs.items() if name not in names}
 
 
-class AttnResPreTrainedModel:
-    """What models and causal LMs of every family share. Mixed into the base family's classes."""
+# ------------------------------------------------------------------------------------------------------ model and heads
+
+
+class AttnResPreTrainedModelMixin:
+    """What models and heads of every family share. Mixed into the base family's classes."""
+
+    base_model_class: type[PreTrainedModel]  # the class in transformers that this one extends
+    _pp_plan = None  # stages would have to exchange blocks, too
+
+    def post_init(self) -> None:
+        """As the base, at the end of its `__init__`; of the modules not to split it names those that are there."""
+        super().post_init()
+        self._no_split_modules &= {type(module).__name__ for module in self.modules()}
 
     def _init_weights(self, module: nn.Module) -> None:
         super()._init_weights(module)
         if isinstance(module, DepthAttention):
             module.reset_parameters()
 
-    def post_init(self) -> None:
-        """As the base; of the modules not to split it names those there are, since FSDP refuses any other."""
-        super().post_init()
-        self._no_split_modules &= {type(module).__name__ for module in self.modules()}
+    @classmethod
+    def _can_set_attn_implementation(cls) -> bool:
+        """As the base family can: transformers tells from the source code of the module that defines the class."""
+        return cls.base_model_class._can_set_attn_implementation()
 
     @classmethod
     def _can_set_experts_implementation(cls) -> bool:
-        """As the base family can: transformers tells from the source code of the module that defines the class."""
-        return base_class(cls)._can_set_experts_implementation()
+        return cls.base_model_class._can_set_experts_implementation()
 
     def wants_depth_attentions(self, asked: bool | None) -> bool:
         """What the call asked for, or else the config."""
         return bool(getattr(self.config, "output_depth_attentions", False) if asked is None else asked)
+
+    def with_depth_attentions(self, forward: Callable, weights: list, args: tuple, kwargs: dict):
+        """What a forward returns, with the depth weights that it put in a list."""
+        return_dict = kwargs.pop("return_dict", None)
+        outputs = forward(*args, return_dict=True, **kwargs)
+        fields = {name: value for name, value in outputs.items() if name in outputs.__dataclass_fields__}
+        result = output_with_depth_attentions(type(outputs))(**fields, depth_attentions=tuple(weights))
+        for name in outputs.keys() - fields.keys():
+            result[name] = outputs[name]
+        return result if (self.config.return_dict if return_dict is None else return_dict) else result.to_tuple()
 
     def save_pretrained(self, save_directory, **kwargs) -> None:
         """Save as the base does; the config names the remote code of every Auto class, whichever class is saved."""
@@ -178,329 +280,360 @@ class AttnResPreTrainedModel:
         super().save_pretrained(save_directory, **kwargs)
 
 
-class AttnResModel(AttnResPreTrainedModel):
-    """The decoder without its head. Mixed into a base family's model; a family names the parts below."""
+class AttnResModelMixin(AttnResPreTrainedModelMixin):
+    """The decoder without its head."""
 
-    decoder_layer_class: type[nn.Module]
-    base_decoder_layer_class: type[nn.Module]  # used as it is in mode "none"
-    norm_class: type[nn.Module]
-    rotary_class: type[nn.Module] | None = None
+    def post_init(self) -> None:
+        if self.config.attn_res_mode != "none" and not hasattr(self, "attn_res"):
+            install_depth_attention(self)
+        super().post_init()
 
-    def __init__(self, config):
-        config.validate_attn_res()  # fields may have been set since the config was made
-        PreTrainedModel.__init__(self, config)
-        self.padding_idx = config.pad_token_id
-        self.vocab_size = config.vocab_size
+    def forward(self, *args, output_depth_attentions: bool | None = None, depth_attentions_to=None, **kwargs):
+        """The base model's forward, whose layers read through depth attention.
 
-        has_depth_attention = config.attn_res_mode != "none"
-        layer_class = self.decoder_layer_class if has_depth_attention else self.base_decoder_layer_class
-        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size, self.padding_idx)
-        self.layers = nn.ModuleList([layer_class(config, layer_idx) for layer_idx in range(config.num_hidden_layers)])
-        self.norm = self.norm_class(config.hidden_size, eps=config.rms_norm_eps)
-        if self.rotary_class is not None:
-            self.rotary_emb = self.rotary_class(config=config)
-        if has_depth_attention:
-            self.attn_res = DepthAttention(config.num_hidden_layers, config.hidden_size)
-            self.output_read = DepthRead()
-            scale_norm_eps(self.norm, config, site=2 * config.num_hidden_layers)
-        self.gradient_checkpointing = False
-        self.post_init()
+        Args:
+            output_depth_attentions: add `depth_attentions`, the depth weights of every site in order, the output site
+                last, each `[B, T, sources]` with rows summing to 1.
+            depth_attentions_to: a list to put them in, for a head whose base passes on only the outputs it knows.
+            args, kwargs: what the base family's model takes.
 
-    def attention_masks(self, attention_mask, **mask_kwargs) -> list:
-        """The attention mask of each decoder layer."""
-        mask = create_causal_mask(attention_mask=attention_mask, **mask_kwargs)
-        return [mask] * self.config.num_hidden_layers
-
-    @deprecate_kwarg("past_key_values", "5.40.0", new_name="cache")
-    @merge_with_config_defaults
-    @capture_outputs
-    def forward(
-        self,
-        input_ids: torch.LongTensor | None = None,
-        attention_mask: torch.Tensor | None = None,
-        position_ids: torch.LongTensor | None = None,
-        cache: Cache | None = None,
-        inputs_embeds: torch.Tensor | None = None,
-        use_cache: bool | None = None,
-        output_depth_attentions: bool | None = None,
-        **kwargs,
-    ) -> AttnResModelOutput:
-        """The base model's forward, with depth attention in the loop over layers.
-
-        `output_depth_attentions=True` adds `depth_attentions`: the depth weights of every site in order, the output
-        site last, each `[B, T, sources]` with rows summing to 1. With `output_hidden_states=True` entry i > 0 is the
-        running sum that decoder layer i - 1 returned, in fp32 (in Full mode its MLP's output), the last one the final
-        norm's.
+        With `output_hidden_states=True` entry i > 0 is what decoder layer i - 1 returned, the running sum of its block
+        (in Full mode its MLP's output), the last one the final norm's.
         """
-        if (input_ids is None) ^ (inputs_embeds is not None):
-            raise ValueError("You must specify exactly one of input_ids or inputs_embeds")
-        if inputs_embeds is None:
-            inputs_embeds = self.embed_tokens(input_ids)
-        if use_cache and cache is None:
-            cache = DynamicCache(config=self.config)
-        if position_ids is None:
-            past_seen_tokens = cache.get_seq_length() if cache is not None else 0
-            position_ids = torch.arange(inputs_embeds.shape[1], device=inputs_embeds.device) + past_seen_tokens
-            position_ids = position_ids.unsqueeze(0)
-        masks = self.attention_masks(
-            attention_mask,
-            config=self.config,
-            inputs_embeds=inputs_embeds,
-            cache=cache,
-            position_ids=position_ids,
-        )
-        output_depth_attentions = self.wants_depth_attentions(output_depth_attentions)
-        kwargs.update(position_ids=position_ids, cache=cache, use_cache=use_cache)
-        if self.rotary_class is not None:
-            kwargs["position_embeddings"] = self.rotary_emb(inputs_embeds, position_ids=position_ids)
+        wanted = self.wants_depth_attentions(output_depth_attentions)
+        weights = [] if depth_attentions_to is None else depth_attentions_to
+        if self.config.attn_res_mode != "none":
+            kwargs["depth_reader"] = self.new_depth_reader(weights if wanted else None)
+        if wanted and depth_attentions_to is None:
+            return self.with_depth_attentions(super().forward, weights, args, kwargs)
+        return super().forward(*args, **kwargs)
 
-        if self.config.attn_res_mode == "none":
-            hidden_states = inputs_embeds
-            for layer, mask in zip(self.layers, masks):
-                hidden_states = layer(hidden_states, attention_mask=mask, **kwargs)
-        else:
-            hidden_states = self.attend_over_depth(inputs_embeds, masks, output_depth_attentions, **kwargs)
-        return AttnResModelOutput(last_hidden_state=self.norm(hidden_states), cache=cache)
-
-    def attend_over_depth(
-        self, hidden_states: torch.Tensor, masks: list, output_depth_attentions: bool, **kwargs
-    ) -> torch.Tensor:
-        """The loop over layers: from the embedding to what the output site reads, both `[B, T, D]`."""
-        stream_dtype = hidden_states.dtype
-        way = self.way_to_read(output_depth_attentions)
-        sources = self.new_sources(way, self.attn_res(hidden_states))
-        for index, (layer, mask) in enumerate(zip(self.layers, masks)):
-            if layer.starts_block:
-                sources.close(hidden_states)
-            hidden_states, *outputs_to_close = layer(
-                hidden_states,
-                *sources.at(2 * index),
-                *sources.at(2 * index + 1),
-                stream_dtype=stream_dtype,
-                way=way,
-                attention_mask=mask,
-                **kwargs,
+    def new_depth_reader(self, weights: list | None) -> DepthReader:
+        """The reader of one pass, which puts the depth weights in a list if it is given one."""
+        layers = self.layers[: self.config.num_hidden_layers]
+        for index, layer in enumerate(layers):
+            if isinstance(layer, GradientCheckpointingLayer) and not isinstance(layer, AttnResDecoderLayerMixin):
+                raise TypeError(f"Decoder layer {index} is a {type(layer).__name__}, without Attention Residuals.")
+        if len(layers) == 0 or not isinstance(layers[-1], AttnResDecoderLayerMixin):
+            found = type(layers[-1]).__name__ if len(layers) else "none"
+            raise TypeError(
+                f"{type(self).__name__}: the last decoder layer, which reads the output site, must be a "
+                f"{PREFIX} layer; found {found}. Cut the model after one of its own layers."
             )
-            for output in outputs_to_close:
-                sources.close(output)
-
-        sources.move_to(hidden_states.device)
-        output_inputs = sources.at(2 * len(self.layers))
-        inputs, _ = self.output_read(hidden_states, *output_inputs, way=way)
-        return inputs.to(stream_dtype)
-
-    def way_to_read(self, output_depth_attentions: bool) -> str:
-        """Depth weights need plain reads (a hook records them), gradients need blocks one by one."""
-        if output_depth_attentions or self.config.attn_res_implementation == "eager":
-            return "plain"
-        return "lean" if torch.is_grad_enabled() else "two_phase"
-
-    def new_sources(self, way: str, queries_SD: torch.Tensor) -> EagerSources | TwoPhaseSources:
-        """What holds the closed blocks of one pass."""
-        config, eps = self.config, self.config.rms_norm_eps
-        if way != "two_phase":
-            return EagerSources(queries_SD, eps)
-        num_sources = config.attn_res_num_sources(2 * config.num_hidden_layers) - 1
-        return TwoPhaseSources(queries_SD, eps, config.attn_res_block_starts, num_sources)
-
-
-class AttnResForCausalLM(AttnResPreTrainedModel):
-    """The decoder with its language-model head. Mixed into a base family's causal LM."""
-
-    model_class: type[PreTrainedModel]
-
-    def __init__(self, config):
-        PreTrainedModel.__init__(self, config)
-        self.model = self.model_class(config)
-        self.vocab_size = config.vocab_size
-        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
-        self.post_init()
-
-    @can_return_tuple
-    def forward(
-        self,
-        input_ids: torch.LongTensor | None = None,
-        attention_mask: torch.Tensor | None = None,
-        position_ids: torch.LongTensor | None = None,
-        cache: Cache | None = None,
-        inputs_embeds: torch.Tensor | None = None,
-        labels: torch.LongTensor | None = None,
-        use_cache: bool | None = None,
-        logits_to_keep: int | torch.Tensor = 0,
-        output_depth_attentions: bool | None = None,
-        **kwargs,
-    ):
-        """The base family's forward; `output_depth_attentions=True` adds `depth_attentions`, as the model does."""
-        kwargs.update(
-            input_ids=input_ids,
-            attention_mask=attention_mask,
-            position_ids=position_ids,
-            inputs_embeds=inputs_embeds,
-            labels=labels,
-            use_cache=use_cache,
-            logits_to_keep=logits_to_keep,
-            output_depth_attentions=self.wants_depth_attentions(output_depth_attentions),
+        queries_SD = self.attn_res()  # the one place where depth parameters are read
+        reader_class = choose_depth_reader(
+            self.config.attn_res_implementation, torch.is_grad_enabled(), weights is not None
         )
-        if cache is not None:  # else leave room for `past_key_values`, which the base still accepts
-            kwargs["cache"] = cache
-        if not kwargs["output_depth_attentions"]:
-            return super().forward(**kwargs)
+        reader = reader_class(queries_SD, self.attn_res_eps, self.attn_res_layout)
+        reader.last_layer, reader.output_gain, reader.depth_weights = layers[-1], self.attn_res_output_gain, weights
+        return reader
 
-        # The base passes on only the outputs it knows, so the model's own output is kept on its way through.
-        model_outputs = []
-        handle = self.model.register_forward_hook(lambda module, args, output: model_outputs.append(output))
+
+class AttnResHeadMixin(AttnResPreTrainedModelMixin):
+    """The decoder with a head."""
+
+    def __init__(self, config, *args, **kwargs):
+        # Some heads of transformers make their decoder with AutoModel. Of remote code in a local folder there are two
+        # copies, by AutoConfig and by AutoModelFor…, and the config may be of the other copy's class.
+        decoder = getattr(sys.modules[__name__], config.class_names()["AutoModel"])
+        transformers.AutoModel.register(type(config), decoder, exist_ok=True)
+        super().__init__(config, *args, **kwargs)
+
+    def post_init(self) -> None:
+        """As the base, at the end of its `__init__`; by then the decoder that it built has depth attention."""
+        decoders = [child for child in self.children() if isinstance(child, PreTrainedModel)]
+        if len(decoders) != 1:
+            raise TypeError(
+                f"{type(self).__name__} holds {len(decoders)} models of transformers, expected one decoder."
+            )
+        (decoder,) = decoders
+        if not isinstance(decoder, AttnResModelMixin):
+            decoder.__class__ = derived_class(type(decoder))
+            decoder.post_init()
+        super().post_init()
+
+    def forward(self, *args, output_depth_attentions: bool | None = None, **kwargs):
+        """The base family's forward; `output_depth_attentions=True` adds `depth_attentions`, as the model does."""
+        wanted = self.wants_depth_attentions(output_depth_attentions)
+        if wanted:
+            weights: list[torch.Tensor] = []
+            kwargs |= {"output_depth_attentions": True, "depth_attentions_to": weights}
+            return self.with_depth_attentions(super().forward, weights, args, kwargs)
+        if self.wants_depth_attentions(None):  # the config does, the call does not
+            kwargs["output_depth_attentions"] = False
+        return super().forward(*args, **kwargs)
+
+
+class AttnResForCausalLMMixin(AttnResHeadMixin):
+    """The decoder with its language-model head."""
+
+    def generate(self, *args, output_depth_attentions: bool | None = None, **kwargs):
+        """As the base; with `output_depth_attentions=True` and `return_dict_in_generate=True` the result has
+        `depth_attentions`, of each forward pass in turn what the model returns."""
+        if not self.wants_depth_attentions(output_depth_attentions):
+            return super().generate(*args, **kwargs)
+        passes = []
+        handle = self.register_forward_hook(lambda model, args, outputs: passes.append(outputs.depth_attentions))
         try:
-            outputs = super().forward(**kwargs)
+            outputs = super().generate(*args, output_depth_attentions=True, **kwargs)
         finally:
             handle.remove()
-        return AttnResCausalLMOutput(**outputs, depth_attentions=model_outputs[0].depth_attentions)
+        if isinstance(outputs, torch.Tensor):  # return_dict_in_generate is off
+            return outputs
+        outputs["depth_attentions"] = tuple(passes)
+        return outputs
 
 
-# ------------------------------------------------------------------------------------------------------------ families
+@functools.cache
+def output_with_depth_attentions(output_class: type) -> type:
+    """An output class of transformers with a field for depth weights: FSDP drops what is no field."""
+    name, fields = PREFIX + output_class.__name__, [("depth_attentions", tuple[torch.Tensor, ...] | None, None)]
+    globals()[name] = derived = make_dataclass(name, fields, bases=(output_class,), namespace={"__module__": __name__})
+    return derived
 
 
-class AttnResLlamaDecoderLayer(AttnResDecoderLayer, LlamaDecoderLayer):
-    pass
+# ----------------------------------------------------------------------------------- a built model's layers become ours
+
+# By model type, for families that name their parts otherwise (`register_family_parts`).
+_FAMILY_PARTS: dict[str, dict] = {}
 
 
-class AttnResLlamaModel(AttnResModel, LlamaModel):
-    config: AttnResLlamaConfig
-    decoder_layer_class = AttnResLlamaDecoderLayer
-    base_decoder_layer_class = LlamaDecoderLayer
-    norm_class = LlamaRMSNorm
-    rotary_class = LlamaRotaryEmbedding
+def register_family_parts(
+    model_type: str,
+    attention_norm: str | None = None,
+    mlp_norm: str | None = None,
+    final_norm: str | None = None,
+    final_norm_reads_more: bool = False,
+) -> None:
+    """Say where a family differs, for one whose parts are not found by the names in `PART_NAMES`.
+
+    Args:
+        model_type: of the base family in transformers.
+        attention_norm, mlp_norm: the norms that read the residual stream, in a decoder layer.
+        final_norm: the norm after the last layer, in the model.
+        final_norm_reads_more: the model uses its final norm for something else as well, so its eps must stay.
+    """
+    _FAMILY_PARTS[model_type] = {
+        "attention_norm": attention_norm,
+        "mlp_norm": mlp_norm,
+        "final_norm": final_norm,
+        "final_norm_reads_more": final_norm_reads_more,
+    }
 
 
-class AttnResLlamaForCausalLM(AttnResForCausalLM, LlamaForCausalLM, GenerationMixin):
-    config: AttnResLlamaConfig
-    model_class = AttnResLlamaModel
+register_family_parts("nanochat", final_norm_reads_more=True)  # it normalises the embedding with it
 
-
-class SlidingWindowModel(AttnResModel):
-    """A model whose attention may look back over a window only."""
-
-    def attention_masks(self, attention_mask, **mask_kwargs) -> list:
-        windowed = self.config.sliding_window is not None
-        create_mask = create_sliding_window_causal_mask if windowed else create_causal_mask
-        return [create_mask(attention_mask=attention_mask, **mask_kwargs)] * self.config.num_hidden_layers
-
-
-class AuxiliaryLossForCausalLM(AttnResForCausalLM):
-    """A causal LM whose base adds a load-balancing loss over its routers."""
-
-    def __init__(self, config):
-        super().__init__(config)
-        self.router_aux_loss_coef = config.router_aux_loss_coef
-        self.num_experts = config.num_experts
-        self.num_experts_per_tok = config.num_experts_per_tok
-
-
-class AttnResMixtralDecoderLayer(AttnResDecoderLayer, MixtralDecoderLayer):
-    pass
-
-
-class AttnResMixtralModel(SlidingWindowModel, MixtralModel):
-    config: AttnResMixtralConfig
-    decoder_layer_class = AttnResMixtralDecoderLayer
-    base_decoder_layer_class = MixtralDecoderLayer
-    norm_class = MixtralRMSNorm
-    rotary_class = MixtralRotaryEmbedding
-
-
-class AttnResMixtralForCausalLM(AuxiliaryLossForCausalLM, MixtralForCausalLM, GenerationMixin):
-    config: AttnResMixtralConfig
-    model_class = AttnResMixtralModel
-
-
-class AttnResQwen3MoeDecoderLayer(AttnResDecoderLayer, Qwen3MoeDecoderLayer):
-    pass
-
-
-class AttnResQwen3MoeModel(SlidingWindowModel, Qwen3MoeModel):
-    config: AttnResQwen3MoeConfig
-    decoder_layer_class = AttnResQwen3MoeDecoderLayer
-    base_decoder_layer_class = Qwen3MoeDecoderLayer
-    norm_class = Qwen3MoeRMSNorm
-    rotary_class = Qwen3MoeRotaryEmbedding
-
-
-class AttnResQwen3MoeForCausalLM(AuxiliaryLossForCausalLM, Qwen3MoeForCausalLM, GenerationMixin):
-    config: AttnResQwen3MoeConfig
-    model_class = AttnResQwen3MoeModel
-
-
-class AttnResDeepseekV3DecoderLayer(AttnResDecoderLayer, DeepseekV3DecoderLayer):
-    pass
-
-
-class AttnResDeepseekV3Model(AttnResModel, DeepseekV3Model):
-    config: AttnResDeepseekV3Config
-    decoder_layer_class = AttnResDeepseekV3DecoderLayer
-    base_decoder_layer_class = DeepseekV3DecoderLayer
-    norm_class = DeepseekV3RMSNorm
-    rotary_class = DeepseekV3RotaryEmbedding
-
-
-class AttnResDeepseekV3ForCausalLM(AttnResForCausalLM, DeepseekV3ForCausalLM, GenerationMixin):
-    config: AttnResDeepseekV3Config
-    model_class = AttnResDeepseekV3Model
-
-
-class AttnResKimiLinearDecoderLayer(AttnResDecoderLayer, KimiLinearDecoderLayer):
-    def attend(self, hidden_states: torch.Tensor, **kwargs) -> torch.Tensor:
-        if self.block_type != "linear_attention":
-            return super().attend(hidden_states, **kwargs)
-        for name in ("position_ids", "use_cache"):  # the base's layer withholds them from KDA
-            kwargs.pop(name, None)
-        return self.self_attn(hidden_states=hidden_states, **kwargs)
-
-
-class AttnResKimiLinearModel(AttnResModel, KimiLinearModel):
-    config: AttnResKimiLinearConfig
-    decoder_layer_class = AttnResKimiLinearDecoderLayer
-    base_decoder_layer_class = KimiLinearDecoderLayer
-    norm_class = KimiLinearRMSNorm
-
-    def attention_masks(self, attention_mask, **mask_kwargs) -> list:
-        masks = attention_mask
-        if not isinstance(attention_mask, dict):  # generation may have made them already
-            masks = {
-                "full_attention": create_causal_mask(attention_mask=attention_mask, **mask_kwargs),
-                "linear_attention": create_recurrent_attention_mask(attention_mask=attention_mask, **mask_kwargs),
-            }
-        return [masks[layer_type] for layer_type in self.config.layer_types]
-
-
-class AttnResKimiLinearForCausalLM(AttnResForCausalLM, KimiLinearForCausalLM, GenerationMixin):
-    config: AttnResKimiLinearConfig
-    model_class = AttnResKimiLinearModel
-
-
-FAMILIES = {
-    AttnResLlamaConfig: (AttnResLlamaModel, AttnResLlamaForCausalLM),
-    AttnResMixtralConfig: (AttnResMixtralModel, AttnResMixtralForCausalLM),
-    AttnResQwen3MoeConfig: (AttnResQwen3MoeModel, AttnResQwen3MoeForCausalLM),
-    AttnResDeepseekV3Config: (AttnResDeepseekV3Model, AttnResDeepseekV3ForCausalLM),
-    AttnResKimiLinearConfig: (AttnResKimiLinearModel, AttnResKimiLinearForCausalLM),
+PART_NAMES = {
+    "attention_norm": ("input_layernorm",),
+    # a layer that has a norm before its MLP by another name uses post_attention_layernorm for a post-norm
+    "mlp_norm": ("pre_feedforward_layernorm", "pre_ff_layernorm", "pre_mlp_layernorm", "post_attention_layernorm"),
+    "final_norm": ("norm", "final_layernorm"),
 }
+EPS_NAMES = ("variance_epsilon", "eps", "epsilon")
 
-for _config_class, _model_classes in FAMILIES.items():
-    _layer_class = _model_classes[0].decoder_layer_class
-    for _class in _model_classes:
-        # the depth parameters are a unit of their own: of one dtype, as FSDP wants, and on one device
-        _class._no_split_modules = [*_class._no_split_modules, _layer_class.__name__, DepthAttention.__name__]
-        _class._can_record_outputs = {
-            **_class._can_record_outputs,
-            "depth_attentions": OutputRecorder(DepthRead, index=1),
+
+def find_part(model_type: str, part: str, names: set[str]) -> str | None:
+    """The name of a part among the names that a module has, or `None`."""
+    given = _FAMILY_PARTS.get(model_type, {}).get(part)
+    candidates = PART_NAMES[part] if given is None else (given,)
+    return next((name for name in candidates if name in names), None)
+
+
+def install_depth_attention(model: PreTrainedModel) -> None:
+    """Give a model just built by its base family's `__init__` depth parameters, and its layers our class.
+
+    Raises:
+        TypeError: the layers or norms are not those that depth attention needs.
+    """
+    config = model.config
+    config.validate_attn_res()  # fields may have been set since the config was made
+    layout, base_type = config.attn_res_layout, config.base_model_type()
+    if len(model.layers) != layout.num_layers:
+        raise TypeError(f"{type(model).__name__} has {len(model.layers)} layers, config says {layout.num_layers}.")
+    final_norm = find_part(base_type, "final_norm", {name for name, _ in model.named_children()})
+    if final_norm is None:
+        raise TypeError(f"{type(model).__name__} has no final norm by a known name; see register_family_parts.")
+
+    for index, layer in enumerate(model.layers):
+        layer.__class__ = derived_class(type(layer))
+        layer.layer_index = index
+        names = {name for name, module in layer.named_children() if module is not None}
+        norms = [find_part(base_type, part, names) for part in ("attention_norm", "mlp_norm")]
+        if None in norms:
+            raise TypeError(
+                f"{type(layer).__name__}: of the norms before attention and MLP found {norms}; depth attention needs "
+                "both. Other names are given to register_family_parts."
+            )
+        layer.gains = {
+            norm: scaled_gain(getattr(layer, norm), config, layout.num_sources(2 * index + sublayer))
+            for sublayer, norm in enumerate(norms)
         }
-        _class._keep_in_fp32_modules_strict = [*(_class._keep_in_fp32_modules_strict or []), "attn_res"]
-    # A custom class gets no rules of its base family, so they are registered with ours.
-    _base_rules = get_checkpoint_conversion_mapping(_config_class.base_model_type()) or []
-    register_checkpoint_conversion_mapping(
-        _config_class.model_type,
-        [*depth_attention_mapping(), *map(with_literal_dots, _base_rules)],
-        overwrite=True,  # the same code may be loaded both as this package and as remote code
-    )
+    norm = getattr(model, final_norm)
+    model.attn_res_eps = next((getattr(norm, name) for name in EPS_NAMES if hasattr(norm, name)), 1e-6)
+    shared = _FAMILY_PARTS.get(base_type, {}).get("final_norm_reads_more", False)
+    model.attn_res_output_gain = scaled_gain(None if shared else norm, config, layout.num_sources(layout.num_sites - 1))
+    model.attn_res_layout = layout
+    model.attn_res = DepthAttention(layout.num_sites, config.hidden_size)
+
+    # Depth parameters are a unit of their own: of one dtype, as FSDP wants, and on one device.
+    layer_names = {type(layer).__name__ for layer in model.layers}
+    model._no_split_modules = {*(model._no_split_modules or ()), *layer_names, DepthAttention.__name__}
+    model._keep_in_fp32_modules_strict = {*(model._keep_in_fp32_modules_strict or ()), "attn_res"}
 
 
-__all__ = [_class.__name__ for _classes in FAMILIES.values() for _class in _classes]
+def scaled_gain(norm: nn.Module | None, config, num_sources: int) -> float:
+    """Let a norm that reads the mean of n sources equal the base's of their sum: norm(h / n, eps / n²) = norm(h, eps).
+
+    Returns:
+        What its input is still to be multiplied by: 1, or n for a norm that keeps its eps in its forward or (`None`)
+        must keep it.
+    """
+    if not config.attn_res_scale_norm_eps:
+        return 1
+    name = next((name for name in EPS_NAMES if isinstance(getattr(norm, name, None), float)), None)
+    if name is None:
+        return num_sources
+    setattr(norm, name, getattr(norm, name) / num_sources**2)
+    return 1
+
+
+# ---------------------------------------------------------------------------------------------- families are derived
+
+
+def derived_class(base: type) -> type:
+    """Our class of a class of transformers."""
+    return getattr(sys.modules[__name__], PREFIX + base.__name__)
+
+
+def derive_model(name: str) -> type:
+    """The class `AttnRes{Base}Model`, `AttnRes{Base}ForCausalLM` or another head.
+
+    Raises:
+        FamilyError: transformers has no such class, or depth attention cannot take its residual stream's place.
+    """
+    base = base_of(name)
+    if not issubclass(base, PreTrainedModel) or base.config_class is None:
+        raise FamilyError(name, f"{base.__name__} is no model of transformers.")
+    config_class = getattr(configuration_attnres, PREFIX + base.config_class.__name__)
+    if name not in config_class.class_names().values():
+        derived = ", ".join(config_class.class_names().values())
+        raise FamilyError(name, f"{base.__name__} is not among the classes of its family that are derived: {derived}.")
+    check_family(base, config_class)
+    mixin = {"AutoModel": AttnResModelMixin, "AutoModelForCausalLM": AttnResForCausalLMMixin}
+    auto_class = next(auto for auto, known in config_class.class_names().items() if known == name)
+    mixin = mixin.get(auto_class, AttnResHeadMixin)
+    body = {
+        "__module__": __name__,
+        "__doc__": f"`{base.__name__}` with Attention Residuals.",
+        "__annotations__": {"config": config_class},
+        "config_class": config_class,
+        "base_model_class": base,
+        "forward": with_signature_of(mixin.forward, base.forward),
+    }
+    model_class = type(name, (mixin, base), body)
+    dict.__setitem__(_CAN_RECORD_REGISTRY, str(model_class), model_class._can_record_outputs)
+    return model_class
+
+
+def with_signature_of(function: Callable, base: Callable) -> Callable:
+    """The function under the signature of its base, which engines and `generate` inspect, and our argument."""
+
+    @functools.wraps(function)
+    def forward(self, *args, **kwargs):
+        return function(self, *args, **kwargs)
+
+    parameters = list(inspect.signature(base).parameters.values())
+    ours = inspect.Parameter("output_depth_attentions", inspect.Parameter.KEYWORD_ONLY, default=None)
+    named = [one for one in parameters if one.kind is not inspect.Parameter.VAR_KEYWORD]
+    rest = [one for one in parameters if one.kind is inspect.Parameter.VAR_KEYWORD]
+    forward.__signature__ = inspect.Signature([*named, ours, *rest])
+    return forward
+
+
+def check_family(base: type[PreTrainedModel], config_class: type) -> None:
+    """Raise a FamilyError unless the family's model runs decoder layers whose forward uses the two norms.
+
+    What only a run can tell (a sublayer that reads no norm, parallel blocks), the `ResidualStream` finds.
+    """
+    decoder = getattr(transformers, config_class.class_names()["AutoModel"].removeprefix(PREFIX))
+    in_file = vars(sys.modules[base.__module__]).values()
+    layers = [one for one in in_file if isinstance(one, type) and issubclass(one, GradientCheckpointingLayer)]
+    uses = {layer.__name__: names_used(layer.forward) for layer in layers if layer is not GradientCheckpointingLayer}
+    model_type, parts = config_class.base_model_type(), ("attention_norm", "mlp_norm")
+    qualifying = [one for one, names in uses.items() if all(find_part(model_type, part, names) for part in parts)]
+    if not qualifying or "layers" not in names_used(decoder.forward):
+        attention_norms, mlp_norms = (" or ".join(PART_NAMES[part]) for part in parts)
+        raise FamilyError(
+            config_class.__name__,
+            f"the family {model_type!r} does not qualify: depth attention needs `layers` that read their residual "
+            f"stream through a norm before attention ({attention_norms}) and one before the MLP ({mlp_norms}), and "
+            f"{', '.join(sorted(uses)) or 'its model'} does not. For other names see register_family_parts.",
+        )
+
+
+def names_used(function: Callable) -> set[str]:
+    """The attributes and globals that a function's own code names."""
+    return set(inspect.unwrap(function).__code__.co_names)
+
+
+def derive_layer(name: str) -> type:
+    """The class `AttnRes{Layer}` of a decoder layer of transformers, found beside its family's model."""
+    base_name = name.removeprefix(PREFIX)
+    for end in range(len(base_name), 0, -1):  # LlamaDecoderLayer lies beside LlamaModel
+        model = getattr(transformers, base_name[:end] + "Model", None)
+        base = getattr(sys.modules[model.__module__], base_name, None) if isinstance(model, type) else None
+        if isinstance(base, type) and issubclass(base, GradientCheckpointingLayer):
+            body = {"__module__": __name__, "base_layer_class": base}
+            return type(name, (AttnResDecoderLayerMixin, base), body)
+    raise FamilyError(name, f"transformers {transformers.__version__} has no decoder layer {base_name}.")
+
+
+def register_with_auto_classes(config_class: type) -> None:
+    """Let transformers' Auto classes, and tables of other libraries, know a family by its model type."""
+    model_classes = {auto: getattr(sys.modules[__name__], name) for auto, name in config_class.class_names().items()}
+    for model_class in model_classes.values():
+        if model_class.config_class is not config_class:
+            raise FamilyError(
+                config_class.__name__,
+                f"transformers runs {config_class.base_model_type()!r} with {model_class.base_model_class.__name__}, "
+                f"so the config of its family is {model_class.config_class.__name__}.",
+            )
+    AutoConfig.register(config_class.model_type, config_class, exist_ok=True)
+    config_class.register_for_auto_class()
+    for auto_class, model_class in model_classes.items():
+        getattr(transformers, auto_class).register(config_class, model_class, exist_ok=True)
+        model_class.register_for_auto_class(auto_class)  # saved models carry their code
+    register_in_transformers_tables(config_class)
+
+
+def register_in_transformers_tables(config_class: type) -> None:
+    """What transformers keys by the base family's model type or class names holds for the derived family, too.
+
+    Tokenizers, and tables of other libraries, are registered with the config (`configuration_attnres`).
+    """
+    base_type, model_type = config_class.base_model_type(), config_class.model_type
+    # weight conversion rules: by model type, and by class name where a class has its own
+    names = {base_type: model_type} | {name.removeprefix(PREFIX): name for name in config_class.class_names().values()}
+    for base_name, name in names.items():
+        rules = get_checkpoint_conversion_mapping(base_name)
+        if rules is not None:
+            register_checkpoint_conversion_mapping(name, rules, overwrite=True)
+    # Trainer asks the static table of causal LMs whether labels are to be shifted
+    for auto_class, name in config_class.class_names().items():
+        AUTO_CLASSES[auto_class][model_type] = name
+    patterns = conversion_mapping._MODEL_TO_CONVERSION_PATTERN
+    patterns[model_type] = patterns.get(base_type, base_type)  # PEFT's rules for experts go by it
+
+
+def __getattr__(name: str) -> type:
+    if not name.startswith(PREFIX):
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    if "Output" in name:  # unpickled where no model has returned one yet
+        return output_with_depth_attentions(getattr(modeling_outputs, name.removeprefix(PREFIX)))
+    with asked_for(name):
+        if name.endswith("Layer"):
+            globals()[name] = derived = derive_layer(name)
+            return derived
+        globals()[name] = derived = derive_model(name)
+        register_with_auto_classes(derived.config_class)
+        return derived

@@ -48,7 +48,7 @@ def base_checkpoint(family, tmp_path):
 def run_isolated(tmp_path):
     """Run Python code in a fresh process that has the installed packages but cannot import this project."""
 
-    def run(code: str, **environment: str) -> str:
+    def run(code: str, timeout: int = 300, **environment: str) -> str:
         guard = "import importlib.util as u; assert not any(map(u.find_spec, ('modeling_attnres', 'conversion')))\n"
         process = subprocess.run(
             [sys.executable, "-S", "-c", guard + code],  # -S: no editable install
@@ -58,11 +58,12 @@ def run_isolated(tmp_path):
                 "PYTHONPATH": sysconfig.get_paths()["purelib"],
                 "HF_HOME": str(tmp_path / "hf_home"),
                 "HF_HUB_OFFLINE": "1",
+                "OMP_NUM_THREADS": "1",  # as here: sums are then added up in the same order
                 **environment,
             },
             capture_output=True,
             text=True,
-            timeout=300,
+            timeout=timeout,
         )
         assert process.returncode == 0, process.stderr
         return process.stdout

@@ -61,10 +61,7 @@ def first_sublayers(config) -> set[int]:
 def expected_inputs(record: Recorder, attn_res, config) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
     """The input and the depth weights of every site, in float64, in order, the output site last."""
     layers = config.num_hidden_layers
-    query = {2 * layers: attn_res.output_query[0] * attn_res.output_norm}
-    for layer in range(layers):
-        query[2 * layer] = attn_res.attention_query[layer, 0] * attn_res.attention_norm[layer]
-        query[2 * layer + 1] = attn_res.mlp_query[layer, 0] * attn_res.mlp_norm[layer]
+    query = attn_res.query * attn_res.norm  # one row a site
 
     opening, blocks, running = first_sublayers(config), [], [record.embedding]
     inputs, weights = [], []

@@ -4,7 +4,6 @@ Shapes: S sites, N sources of a site, U sublayers' outputs and the embedding (U 
 """
 
 from dataclasses import dataclass
-from itertools import pairwise
 
 import torch
 
@@ -19,15 +18,6 @@ def mean_depth_weights(
         )
     real = slice(None) if attention_mask is None else attention_mask.bool()
     return [weights_BTN[real].double().flatten(0, -2).mean(0).cpu() for weights_BTN in outputs.depth_attentions]
-
-
-def sources_of_site(config, site: int) -> list[range]:
-    """For each source of a site, the sublayers' outputs it sums: 0 is the embedding, u > 0 sublayer u - 1's output."""
-    if config.attn_res_mode == "full":
-        return [range(u, u + 1) for u in range(site + 1)]
-    starts = [0, *(2 * layer + 1 for layer in config.attn_res_block_starts), 2 * config.num_hidden_layers + 1]
-    blocks = [range(begin, min(end, site + 1)) for begin, end in pairwise(starts)]
-    return [block for block in blocks if len(block)]
 
 
 @dataclass
@@ -48,7 +38,7 @@ def site_statistics(config, weights: list[torch.Tensor]) -> list[SiteStatistics]
     found = []
     for site, weights_N in enumerate(weights):
         distances_N = torch.tensor(
-            [site + 1 - source[-1] for source in sources_of_site(config, site)], dtype=torch.float64
+            [site + 1 - source[-1] for source in config.attn_res_layout.sources_of(site)], dtype=torch.float64
         )
         entropy = -torch.special.xlogy(weights_N, weights_N).sum()
         most = torch.tensor(len(weights_N), dtype=torch.float64).log()
@@ -69,7 +59,7 @@ def mixing_matrix(config, weights: list[torch.Tensor]) -> torch.Tensor:
     """
     matrix_SU = torch.zeros(len(weights), len(weights), dtype=torch.float64)
     for site, weights_N in enumerate(weights):
-        for weight, source in zip(weights_N, sources_of_site(config, site), strict=True):
+        for weight, source in zip(weights_N, config.attn_res_layout.sources_of(site), strict=True):
             matrix_SU[site, source.start : source.stop] = weight
     return matrix_SU
 

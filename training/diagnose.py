@@ -8,9 +8,9 @@ from peft import PeftModel
 from rich.console import Console
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-import modeling_attnres  # noqa: F401 (registers the model types with the Auto classes)
 from conversion.files import complete_or_absent
 from conversion.text import read_text
+from modeling_attnres import is_depth_parameter
 
 from .depth import mean_depth_weights, mixing_matrix, semiseparable_rank, site_statistics
 from .finetune import TrainingError, load_tokenizer
@@ -96,7 +96,7 @@ def standard_residuals(model: PreTrainedModel) -> PreTrainedModel:
     """The same weights with standard residuals."""
     config = type(model.config)(**model.config.to_dict() | {"attn_res_mode": "none"})
     control = type(model)(config)
-    shared = {name: tensor for name, tensor in model.state_dict().items() if ".attn_res." not in name}
+    shared = {name: tensor for name, tensor in model.state_dict().items() if not is_depth_parameter(name)}
     control.load_state_dict(shared)
     return control
 
@@ -110,9 +110,8 @@ def layer_curves(model: PreTrainedModel, ids: torch.Tensor) -> dict[str, list[fl
     outputs = []
 
     def keep(module, args, output):
-        hidden = output[0] if isinstance(output, tuple) else output
-        hidden.retain_grad()
-        outputs.append(hidden)
+        output.retain_grad()
+        outputs.append(output)
 
     model.eval().requires_grad_(True)
     handles = [layer.register_forward_hook(keep) for layer in model.model.layers]

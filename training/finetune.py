@@ -24,16 +24,17 @@ from transformers import (
     set_seed,
 )
 
-import modeling_attnres  # noqa: F401 (registers the model types with the Auto classes)
 from conversion.checkpoint import open_source
 from conversion.files import complete_or_absent, whole_file
 from conversion.writing import add_card
+from modeling_attnres import is_depth_parameter
 
 from .data import Collator, DataError, hold_out, make_rows, read_documents
 from .monitor import DepthMonitor
 
 
 COMPLETE = "complete"  # the file that a checkpoint gets last
+MIXERS = ("self_attn", "linear_attn", "mamba")  # what attention, or what stands in its place, is called in a layer
 
 
 class TrainingError(ValueError):
@@ -85,7 +86,9 @@ class DepthTrainer(Trainer):
         if created:
             named = (self.model if model is None else model).named_parameters()
             depth = {
-                id(parameter): parameter for name, parameter in named if is_depth(name) and parameter.requires_grad
+                id(parameter): parameter
+                for name, parameter in named
+                if is_depth_parameter(name) and parameter.requires_grad
             }
             for group in optimizer.param_groups:
                 group["params"] = [parameter for parameter in group["params"] if id(parameter) not in depth]
@@ -102,10 +105,6 @@ class MarkComplete(TrainerCallback):
         PartialState().wait_for_everyone()  # each process wrote its part
         if args.should_save:
             (Path(args.output_dir) / f"checkpoint-{state.global_step}" / COMPLETE).touch()
-
-
-def is_depth(name: str) -> bool:
-    return ".attn_res." in f".{name}"
 
 
 def last_complete_checkpoint(output: Path) -> Path | None:
@@ -196,9 +195,9 @@ def has_depth(recipe: Recipe, config) -> bool:
 
 def _linear_layers_of_attention(model: PreTrainedModel) -> list[str]:
     linear = [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
-    names = {name.rsplit(".", 1)[-1] for name in linear if ".self_attn." in name}
-    elsewhere = {name.rsplit(".", 1)[-1] for name in linear if ".self_attn." not in name}
-    return [f"self_attn.{name}" if name in elsewhere else name for name in sorted(names)]
+    within = {(mixer, name.rsplit(".", 1)[-1]) for name in linear for mixer in MIXERS if f".{mixer}." in name}
+    elsewhere = {name.rsplit(".", 1)[-1] for name in linear if not any(f".{mixer}." in name for mixer in MIXERS)}
+    return sorted({f"{mixer}.{name}" if name in elsewhere else name for mixer, name in within})
 
 
 def _expert_parameters(model: PreTrainedModel) -> list[str]:

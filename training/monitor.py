@@ -7,6 +7,8 @@ from statistics import mean
 import torch
 from transformers import Trainer, TrainerCallback
 
+from modeling_attnres import is_depth_parameter
+
 from .depth import mean_depth_weights, site_statistics
 
 
@@ -104,9 +106,10 @@ class DepthMonitor(TrainerCallback):
 
 def query_norms(model) -> torch.Tensor:
     """The norms of all pseudo-queries `[S]`, whichever way the model is wrapped: an adapter's where it has its own."""
-    norms = []
-    for name, parameter in model.named_parameters():
-        if name.rsplit(".", 1)[-1].endswith("_query") and ".original_module." not in name and "attn_res" in name:
-            whole = parameter.full_tensor() if hasattr(parameter, "full_tensor") else parameter
-            norms.append(whole.detach().float().flatten(0, -2).norm(dim=-1).cpu())
-    return torch.cat(norms)
+    query_SD = next(
+        parameter
+        for name, parameter in model.named_parameters()
+        if is_depth_parameter(name) and name.endswith(".query") and ".original_module." not in name
+    )
+    whole_SD = query_SD.full_tensor() if hasattr(query_SD, "full_tensor") else query_SD
+    return whole_SD.detach().float().norm(dim=-1).cpu()

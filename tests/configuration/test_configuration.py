@@ -1,6 +1,7 @@
 """The ready configs: they load, describe the models they name, and have the parameters they should."""
 
 import re
+from itertools import pairwise
 
 import pytest
 import torch
@@ -53,7 +54,7 @@ def test_parameters(folder):
     assert type(model).__name__ == config.architectures[0]
     blocks, total, active = PUBLISHED[folder.name]
     found_total, found_active, found_without_embeddings = count(model)
-    assert len(config.attn_res_block_starts) == blocks
+    assert len(config.attn_res_layout.starts) == blocks
     if total is not None:
         assert abs(found_total / total - 1) <= 0.03
     if active is not None:
@@ -80,10 +81,7 @@ def test_the_papers_table(name):
         config.moe_intermediate_size,
     )
     assert (config.num_experts_per_tok, config.n_shared_experts) == (8, 1)
-    sizes = [
-        b - a
-        for a, b in zip(config.attn_res_block_starts, (*config.attn_res_block_starts[1:], config.num_hidden_layers))
-    ]
+    sizes = [b - a for a, b in pairwise((*config.attn_res_layout.starts, config.num_hidden_layers))]
     assert max(sizes) - min(sizes) <= 1
 
 
@@ -92,5 +90,5 @@ def test_the_main_run():
     config = AutoConfig.from_pretrained(ROOT / "configuration" / "Kimi-Linear-48B-A3B")
     assert config.num_hidden_layers == 27
     assert 2 * config.attn_res_block_size == 6
-    assert config.attn_res_num_sources(54) == 10
+    assert config.attn_res_layout.num_sources(54) == 10
     assert (config.num_local_experts, config.num_experts_per_tok, config.n_shared_experts) == (256, 8, 1)

@@ -26,6 +26,14 @@ def edit_tensors(folder, **changes):
             save_file(new, path, metadata={"format": "pt"})
 
 
+def merge_shards(folder):
+    """Put all tensors into one file without an index."""
+    tensors = all_tensors(folder)
+    for path in folder.glob("*.safetensors*"):
+        path.unlink()
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+
+
 def edit_header(path, change):
     """Rewrite a safetensors header in place, leaving the data as it is."""
     content = path.read_bytes()
@@ -39,5 +47,12 @@ def edit_header(path, change):
 def train_queries(folder, scale=0.5):
     """Give an Attention Residuals checkpoint queries as if it had been trained."""
     generator = torch.Generator().manual_seed(0)
-    names = [name for name in all_tensors(folder) if "_res_proj" in name]
-    edit_tensors(folder, **{name: torch.randn(1, 32, generator=generator) * scale for name in names})
+    query = all_tensors(folder)["model.attn_res.query"]
+    edit_tensors(folder, **{"model.attn_res.query": torch.randn(query.shape, generator=generator) * scale})
+
+
+def set_query(folder, site, value):
+    """Set one site's query to a value."""
+    query = all_tensors(folder)["model.attn_res.query"].clone()
+    query[site] = value
+    edit_tensors(folder, **{"model.attn_res.query": query})

@@ -8,16 +8,17 @@ from transformers import AutoModelForCausalLM
 
 from conversion.checkpoint import CheckpointError
 from conversion.export import export
+from conversion.inspection import inspect
 from conversion.port import Blocks, port
-from tests.conversion.checkpoints import all_tensors, edit_config, edit_tensors, train_queries
-from tests.families import tokens
+from tests.conversion.checkpoints import all_tensors, edit_config, edit_tensors, merge_shards, set_query, train_queries
+from tests.families import BY_NAME, tokens
 
 
 @pytest.mark.parametrize("blocks", [Blocks(), Blocks("full")], ids=["block", "full"])
 def test_there_and_back(family, base_checkpoint, tmp_path, blocks):
     port(str(base_checkpoint), tmp_path / "port", blocks)
     report = export(str(tmp_path / "port"), tmp_path / "back")
-    assert report.tensors_dropped == 26
+    assert report.tensors_dropped == 2
     back, base = all_tensors(tmp_path / "back"), all_tensors(base_checkpoint)
     assert back.keys() == base.keys()
     assert all(torch.equal(back[name], value) for name, value in base.items())
@@ -53,11 +54,10 @@ def test_the_control(family, tmp_path):
 
 def test_refusals(base_checkpoint, tmp_path):
     port(str(base_checkpoint), tmp_path / "port")
-    first = "model.layers.0.self_attention_res_proj.weight"
-    edit_tensors(tmp_path / "port", **{first: torch.ones(1, 32)})  # a query without effect
+    set_query(tmp_path / "port", site=0, value=1.0)  # without effect
     export(str(tmp_path / "port"), tmp_path / "with a query that is never read")
 
-    edit_tensors(tmp_path / "port", **{"model.layers.3.mlp_res_proj.weight": torch.full((1, 32), 2.0)})
+    set_query(tmp_path / "port", site=7, value=2.0)
     with pytest.raises(CheckpointError, match=r"1 of 12 queries are trained \(the largest norm is 11.3\)"):
         export(str(tmp_path / "port"), tmp_path / "back")
     train_queries(tmp_path / "port")
@@ -70,4 +70,33 @@ def test_refusals(base_checkpoint, tmp_path):
         export(str(tmp_path / "unscaled"), tmp_path / "back")
     with pytest.raises(CheckpointError, match="is no Attention Residuals checkpoint"):
         export(str(base_checkpoint), tmp_path / "back")
+    assert not (tmp_path / "back").exists()
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "message"),
+    [
+        ("query", lambda _: None, r"expected the depth tensors model.attn_res.norm and model.attn_res.query, found "),
+        ("norm", lambda _: None, r"found model.attn_res.query\."),
+        ("query", lambda old: old[:-1], r"query has shape \[12, 32\], but config.json implies \[13, 32\]"),
+        ("norm", lambda old: old[:, :-1], r"norm has shape \[13, 31\], but config.json implies \[13, 32\]"),
+        ("query", lambda old: old.index_fill(0, torch.tensor([5]), float("nan")), "query.* are not finite"),
+        (
+            "norm",
+            lambda old: old.index_fill(0, torch.tensor([0]), float("inf")),
+            "norm holds values that are not finite",
+        ),
+    ],
+)
+def test_depth_tensors_that_are_not_those_of_a_port(tmp_path, name, change, message):
+    BY_NAME["Llama"].base_causal_lm().save_pretrained(tmp_path / "base")
+    port(str(tmp_path / "base"), tmp_path / "port")
+    name = f"model.attn_res.{name}"
+    new = change(all_tensors(tmp_path / "port")[name])
+    edit_tensors(tmp_path / "port", **{name: new if new is None else new.contiguous()})
+    if new is None:
+        merge_shards(tmp_path / "port")
+    for refuse in (lambda: export(str(tmp_path / "port"), tmp_path / "back"), lambda: inspect(str(tmp_path / "port"))):
+        with pytest.raises(CheckpointError, match=message):
+            refuse()
     assert not (tmp_path / "back").exists()

@@ -1,14 +1,15 @@
 """`conversion inspect`: what a checkpoint is."""
 
 import math
+import re
 
 import pytest
-import torch
 
+import modeling_attnres
 from conversion.checkpoint import CheckpointError
 from conversion.inspection import inspect
 from conversion.port import Blocks, port
-from tests.conversion.checkpoints import all_tensors, edit_tensors
+from tests.conversion.checkpoints import edit_config, set_query
 from tests.families import BY_NAME
 
 
@@ -16,6 +17,14 @@ def test_a_base_checkpoint(family, base_checkpoint):
     text = str(inspect(str(base_checkpoint)))
     assert "standard residuals" in text
     assert "portable   yes" in text
+
+
+def test_what_is_known_of_other_families(tmp_path, monkeypatch):
+    BY_NAME["Llama"].base_causal_lm().save_pretrained(tmp_path)
+    monkeypatch.setattr(modeling_attnres, "LOSSLESS_FAMILIES", frozenset())
+    assert "portable   if its port passes verification" in str(inspect(str(tmp_path)))
+    edit_config(tmp_path, model_type="olmo2")
+    assert re.search("portable   no: .*'olmo2' cannot be ported: .*norm", str(inspect(str(tmp_path))))
 
 
 def test_a_port(family, base_checkpoint, tmp_path):
@@ -35,14 +44,11 @@ def test_norms_and_entropies_belong_to_their_sites(tmp_path):
     """One strong query: its site, and no other, has a norm and a low entropy."""
     BY_NAME["Llama"].base_causal_lm().save_pretrained(tmp_path / "base")
     port(str(tmp_path / "base"), tmp_path / "port")
-    name = "model.layers.2.mlp_res_proj.weight"
-    norms = all_tensors(tmp_path / "port")
-    edit_tensors(tmp_path / "port", **{name: torch.full((1, 32), 100.0)})
-    assert name in norms
+    set_query(tmp_path / "port", site=5, value=100.0)  # layer 2 MLP
     found = inspect(str(tmp_path / "port"), with_entropy=True)
-    assert {key for key, norm in found.query_norms.items() if norm > 0} == {name}
-    assert found.query_norms[name] == pytest.approx(100 * math.sqrt(32))
-    assert list(found.query_norms).index(name) == 4  # layer 0 MLP, 1 attention, 1 MLP, 2 attention, 2 MLP
+    assert {site for site, norm in found.query_norms.items() if norm > 0} == {5}
+    assert found.query_norms[5] == pytest.approx(100 * math.sqrt(32))
+    assert list(found.query_norms) == list(range(1, 13))
     low = [site for site, entropy in enumerate(found.entropies) if entropy < 0.9]
     assert low == [5]
     line = next(line for line in str(found).splitlines() if line.startswith("layer 2 MLP"))

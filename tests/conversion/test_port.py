@@ -4,6 +4,7 @@ import json
 import os
 import re
 import shutil
+from itertools import pairwise
 
 import pytest
 import torch
@@ -11,11 +12,12 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 from typer.testing import CliRunner
 
+import modeling_attnres
 from conversion.__main__ import app, run
 from conversion.checkpoint import CheckpointError
 from conversion.port import Blocks, port
 from tests.conversion.checkpoints import all_tensors, edit_config, edit_header
-from tests.families import FAMILIES, tokens
+from tests.families import FAMILIES, Family, tokens
 from tests.oracle import relative_error
 
 
@@ -50,14 +52,7 @@ def test_port_is_lossless(family, tmp_path, blocks, shard_size, published):
         assert relative_error(model.eval()(ids).logits, base(ids).logits) <= 3e-6
     kept, added = all_tensors(tmp_path / "source"), all_tensors(tmp_path / "target")
     assert all(torch.equal(added[name], value) for name, value in kept.items())
-    assert {name.rsplit(".", 2)[1] for name in added.keys() - kept.keys()} == {
-        "self_attention_res_proj",
-        "self_attention_res_norm",
-        "mlp_res_proj",
-        "mlp_res_norm",
-        "output_attn_res_proj",
-        "output_attn_res_norm",
-    }
+    assert added.keys() - kept.keys() == {"model.attn_res.query", "model.attn_res.norm"}
 
 
 def test_port_loads_as_remote_code(family, tmp_path, run_isolated):
@@ -65,14 +60,19 @@ def test_port_loads_as_remote_code(family, tmp_path, run_isolated):
     base.save_pretrained(tmp_path / "source")
     port(str(tmp_path / "source"), tmp_path / "target")
     torch.save(tokens(), tmp_path / "ids.pt")
-    run_isolated(
+    printed = run_isolated(
         """
-import torch
+import torch, transformers
 from transformers import AutoModelForCausalLM
 model = AutoModelForCausalLM.from_pretrained("target", trust_remote_code=True).eval()
 torch.save(model(torch.load("ids.pt")).logits, "logits.pt")
+for name in model.config.auto_map:
+    print(name, type(getattr(transformers, name).from_pretrained("target", trust_remote_code=True)).__name__)
 """
     )
+    config_class = family.ours("Config")
+    expected = {"AutoConfig": config_class.__name__} | config_class.class_names()
+    assert dict(line.split() for line in printed.splitlines()) == expected
     assert relative_error(torch.load(tmp_path / "logits.pt"), base(tokens()).logits) <= 3e-6
 
 
@@ -119,8 +119,9 @@ def test_other_files_are_kept_and_other_weights_are_not(base_checkpoint, tmp_pat
     assert (tmp_path / "target" / "generation_config.json").read_text() == generation_config
     assert not (tmp_path / "target" / "pytorch_model.bin").exists()
     assert sorted(path.name for path in (tmp_path / "target").glob("*.py")) == [
-        "attention_residuals.py",
         "configuration_attnres.py",
+        "depth_attention.py",
+        "depth_readers.py",
         "modeling_attnres.py",
     ]
 
@@ -150,11 +151,76 @@ def test_the_number_of_blocks_is_exact(tmp_path):
     FAMILIES[0].base_causal_lm(num_hidden_layers=7).save_pretrained(tmp_path / "source")
     for count in range(1, 8):
         config = port(str(tmp_path / "source"), tmp_path / str(count), Blocks(number=count)).config
-        sizes = [
-            b - a for a, b in zip(config.attn_res_block_starts, (*config.attn_res_block_starts[1:], 7), strict=True)
-        ]
+        sizes = [b - a for a, b in pairwise((*config.attn_res_layout.starts, 7))]
         assert len(sizes) == count
         assert min(sizes) >= 1
+
+
+# ---------------------------------------------------------------------------- families that are not in the table
+
+
+def save_family(folder, name, **fields):
+    """A tiny random checkpoint of a family that tests/families.py does not have."""
+    Family(name, FAMILIES[0].tiny | {"head_dim": 8} | fields).base_causal_lm().save_pretrained(folder)
+
+
+@pytest.mark.parametrize("blocks", [Blocks(size=2), Blocks("full")], ids=["block", "full"])
+def test_a_family_outside_the_table_is_verified_and_ported(tmp_path, blocks, monkeypatch):
+    """Gemma 2 has norms behind its sublayers, too (sandwich): what a sublayer adds is what its last norm gives."""
+    monkeypatch.setattr(modeling_attnres, "LOSSLESS_FAMILIES", modeling_attnres.LOSSLESS_FAMILIES - {"gemma2"})
+    save_family(tmp_path / "source", "Gemma2")
+    report = port(str(tmp_path / "source"), tmp_path / "target", blocks)
+    assert report.verification.passed
+    assert report.verification.tokens == 512
+    assert "verified, for its family is not among those tested to be lossless:" in str(report)
+    assert "verified, for" not in str(port_llama(tmp_path, verify=True))
+    source, target = (AutoModelForCausalLM.from_pretrained(tmp_path / f).eval() for f in ("source", "target"))
+    assert type(target).__name__ == "AttnResGemma2ForCausalLM"
+    assert relative_error(target(tokens()).logits, source(tokens()).logits) <= 3e-6
+
+
+def port_llama(tmp_path, **arguments):
+    FAMILIES[0].base_causal_lm().save_pretrained(tmp_path / "llama")
+    return port(str(tmp_path / "llama"), tmp_path / "ported llama", **arguments)
+
+
+@pytest.mark.parametrize(
+    ("name", "fields", "reason"),
+    [
+        ("Olmo2", {}, r"'olmo2' cannot be ported: .*a norm before attention .*Olmo2DecoderLayer does not"),
+        ("Cohere", {}, r"'cohere' cannot be ported: .*and one before the MLP .*CohereDecoderLayer does not"),
+        ("GPTNeoX", {}, r"'gpt_neox' cannot be ported: .*has no final norm by a known name"),
+        ("Doge", {}, r"'doge' cannot be ported: .*ResidualStream"),
+    ],
+    ids=["no pre-norm", "one norm for parallel sublayers", "names of parts", "found by a run"],
+)
+def test_what_cannot_be_lossless_is_refused_by_what_is_found(tmp_path, name, fields, reason):
+    save_family(tmp_path / "source", name, **fields)
+    with pytest.raises(CheckpointError, match=f"(?s){reason}"):
+        port(str(tmp_path / "source"), tmp_path / "target")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["source"]
+
+
+def test_a_composite_checkpoint_is_refused(tmp_path):
+    save_family(tmp_path / "source", "Qwen2")
+    text = json.loads((tmp_path / "source" / "config.json").read_text())
+    for model_type in ("qwen3_5", "gemma3", "llava"):
+        composite = {"model_type": model_type, "text_config": text | {"model_type": "qwen3_5_text"}}
+        (tmp_path / "source" / "config.json").write_text(json.dumps(composite))
+        with pytest.raises(CheckpointError, match=f"'{model_type}' cannot be ported"):
+            port(str(tmp_path / "source"), tmp_path / "target")
+
+
+def test_a_port_that_is_not_lossless_is_refused_with_its_error(tmp_path, monkeypatch):
+    """NanoChat normalises its embedding with its final norm: one whose eps is divided is another model."""
+    save_family(tmp_path / "source", "NanoChat", rms_norm_eps=1e-3)
+    parts = dict.fromkeys(("attention_norm", "mlp_norm", "final_norm"))
+    monkeypatch.setitem(modeling_attnres.modeling_attnres._FAMILY_PARTS, "nanochat", parts)
+    port(str(tmp_path / "source"), tmp_path / "unverified")
+    monkeypatch.setattr(modeling_attnres, "LOSSLESS_FAMILIES", modeling_attnres.LOSSLESS_FAMILIES - {"nanochat"})
+    with pytest.raises(CheckpointError, match=r"(?s)does not compute.*relative error \d\.\de-0[1-5].*verified   NO"):
+        port(str(tmp_path / "source"), tmp_path / "target")
+    assert not (tmp_path / "target").exists()
 
 
 # ------------------------------------------------------------------------------------------------------- bad input
@@ -196,13 +262,14 @@ def drop_tensor(folder):
 
 
 BAD_SOURCES = {
-    "unsupported": (
-        lambda f: edit_config(f, model_type="gpt2"),
-        r"'gpt2' is not supported. Supported: llama, mixtral",
+    "no family of transformers": (
+        lambda f: edit_config(f, model_type="lama"),
+        r"source: transformers 5\.\d+\.\d+ has no family 'lama'",
     ),
-    "post-norm": (lambda f: edit_config(f, model_type="olmo2"), r"'olmo2' cannot be ported.*post-norm"),
-    "parallel": (lambda f: edit_config(f, model_type="cohere"), r"'cohere' cannot be ported.*parallel"),
-    "multiplier": (lambda f: edit_config(f, model_type="granite"), r"'granite' cannot be ported.*scales"),
+    "no causal LM": (
+        lambda f: edit_config(f, model_type="t5"),
+        r"source: the family 't5' cannot be ported: .*has no causal language model",
+    ),
     "no model type": (lambda f: (f / "config.json").write_text("{}"), r"config.json: no model_type"),
     "no config": (lambda f: (f / "config.json").unlink(), r"config.json is missing"),
     "config no JSON": (lambda f: (f / "config.json").write_text("{\n oops"), r"config.json is not JSON.*line 2"),

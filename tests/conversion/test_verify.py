@@ -1,14 +1,23 @@
 """`conversion verify`, and `port --verify`."""
 
+import json
+
 import pytest
 import torch
+from tokenizers import Tokenizer
+from tokenizers.models import BPE
+from tokenizers.pre_tokenizers import WhitespaceSplit
+from tokenizers.trainers import BpeTrainer
+from transformers import AutoTokenizer
 from typer.testing import CliRunner
 
 from conversion.__main__ import app
 from conversion.checkpoint import CheckpointError
 from conversion.port import Blocks, port
+from conversion.text import SAMPLE
 from conversion.verify import verify
 from tests.conversion.checkpoints import all_tensors, edit_config, edit_tensors, train_queries
+from tests.families import BY_NAME, Family
 
 
 @pytest.fixture
@@ -21,7 +30,7 @@ def test_a_port_passes(base_checkpoint, ported):
     verification = verify(str(base_checkpoint), str(ported))
     assert verification.passed
     assert verification.tensors == len(all_tensors(base_checkpoint))
-    assert verification.depth_tensors == verification.expected_depth_tensors == 26
+    assert verification.depth_tensors == verification.expected_depth_tensors == 2
     assert 0 < verification.relative_error <= 3e-6
     assert verification.top1_agreement == 1.0
 
@@ -65,6 +74,58 @@ def test_text_file(base_checkpoint, ported, tmp_path):
             verify(str(base_checkpoint), str(ported), tmp_path / name)
 
 
+def add_tokenizer(folder, **settings):
+    """A small tokenizer whose file says all of it."""
+    tokenizer = Tokenizer(BPE(unk_token="<unk>"))
+    tokenizer.pre_tokenizer = WhitespaceSplit()
+    tokenizer.train_from_iterator([SAMPLE], BpeTrainer(vocab_size=98, special_tokens=["<unk>"], show_progress=False))
+    tokenizer.save(str(folder / "tokenizer.json"))
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+
+
+@pytest.mark.parametrize(
+    ("name", "settings"),
+    [
+        ("Mixtral", {"tokenizer_class": "LlamaTokenizer"}),  # the class of the file, or one of the family's
+        ("Qwen2", {"tokenizer_class": "LlamaTokenizer"}),  # a class known to be wrong for the family
+        ("Qwen2", {}),  # the class goes by the config's
+        ("Gemma", {"tokenizer_class": "GemmaTokenizer"}),
+    ],
+)
+def test_a_port_tokenises_as_its_source(tmp_path, name, settings, run_isolated):
+    """Transformers chooses a tokenizer's class by the family's model type, also where this project is not installed."""
+    family = BY_NAME.get(name) or Family(name, BY_NAME["Llama"].tiny | {"head_dim": 8})
+    family.base_causal_lm().save_pretrained(tmp_path / "source")
+    add_tokenizer(tmp_path / "source", **settings)
+    report = port(str(tmp_path / "source"), tmp_path / "target", verify=True)
+    source, target = (AutoTokenizer.from_pretrained(tmp_path / folder) for folder in ("source", "target"))
+    assert type(source) is type(target)
+    assert source(SAMPLE)["input_ids"] == target(SAMPLE)["input_ids"]
+    (tmp_path / "text").write_text(SAMPLE)
+    elsewhere = """
+from transformers import AutoTokenizer
+tokenizer = AutoTokenizer.from_pretrained("target", trust_remote_code=True)
+print(type(tokenizer).__name__, tokenizer(open("text").read())["input_ids"])
+"""
+    assert run_isolated(elsewhere).strip() == f"{type(source).__name__} {source(SAMPLE)['input_ids']}"
+    assert report.verification.same_tokenizer
+    assert "tokenizer  the same token ids" in str(report)
+
+
+def test_another_tokenizer_fails(tmp_path):
+    BY_NAME["Llama"].base_causal_lm().save_pretrained(tmp_path / "source")
+    add_tokenizer(tmp_path / "source", tokenizer_class="TokenizersBackend")
+    port(str(tmp_path / "source"), tmp_path / "target")
+    assert verify(str(tmp_path / "source"), str(tmp_path / "target")).passed
+    file = tmp_path / "target" / "tokenizer.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"normalizer": {"type": "Lowercase"}}))
+    verification = verify(str(tmp_path / "source"), str(tmp_path / "target"))
+    assert verification.relative_error <= 3e-6
+    assert verification.differing == ()
+    assert not verification.passed
+    assert "tokenizer  OTHER TOKEN IDS than the source's" in str(verification)
+
+
 def test_a_base_checkpoint_is_no_port(base_checkpoint):
     with pytest.raises(CheckpointError, match="no Attention Residuals family"):
         verify(str(base_checkpoint), str(base_checkpoint))
@@ -83,8 +144,8 @@ def test_port_verifies_before_the_target_appears(base_checkpoint, tmp_path, monk
     report = port(str(base_checkpoint), tmp_path / "good", Blocks("full"), verify=True)
     assert report.verification.passed
     assert "verified   yes" in str(report)
-    monkeypatch.setattr("conversion.port.depth_tensors", lambda layers, width, prefix: {"foo": torch.zeros(1)})
-    with pytest.raises(CheckpointError, match=r"(?s)does not compute.*0 of 26 depth tensors"):
+    monkeypatch.setattr("conversion.port.depth_tensors", lambda config, prefix: {"foo": torch.zeros(1)})
+    with pytest.raises(CheckpointError, match=r"(?s)does not compute.*0 of 2 depth tensors"):
         port(str(base_checkpoint), tmp_path / "bad", verify=True)
     assert not (tmp_path / "bad").exists()
     assert not list(tmp_path.glob(".bad*"))

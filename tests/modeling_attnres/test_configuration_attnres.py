@@ -50,7 +50,7 @@ def test_round_trip(family: Family, layout, tmp_path):
     ("layers", "starts"), [(30, range(0, 30, 4)), (27, range(0, 27, 4)), (8, range(8)), (3, range(3))]
 )
 def test_default_is_about_eight_blocks(layers, starts):
-    assert AttnResLlamaConfig(num_hidden_layers=layers).attn_res_block_starts == tuple(starts)
+    assert AttnResLlamaConfig(num_hidden_layers=layers).attn_res_layout.starts == tuple(starts)
 
 
 @given(layers=st.integers(1, 60), size=st.integers(1, 70), full=st.booleans())
@@ -62,8 +62,26 @@ def test_number_of_sources_follows_from_the_definition(layers, size, full):
     for site in range(2 * layers + 1):
         if site in opening:
             closed, running = closed + 1, 0
-        assert config.attn_res_num_sources(site) == closed + running
+        assert config.attn_res_layout.num_sources(site) == closed + running
         running = 1
+
+
+@given(layers=st.integers(1, 20), size=st.integers(1, 22), full=st.booleans())
+def test_sources_of_every_site_follow_from_the_definition(layers, size, full):
+    """Each source is a run of sublayer outputs; together they are the embedding and all outputs before the site."""
+    config = AttnResLlamaConfig(
+        num_hidden_layers=layers, attn_res_block_size=size, attn_res_mode="full" if full else "block"
+    )
+    layout, opening = config.attn_res_layout, first_sublayers(config)
+    sources = []
+    for site in range(layout.num_sites):
+        if site == 0 or site - 1 in opening:  # the embedding, or the output of a sublayer that opened a block
+            sources.append([])
+        sources[-1].append(site)
+        assert [list(summed) for summed in layout.sources_of(site)] == sources
+        assert len(sources) == layout.num_sources(site)
+        ends = [later for later in opening if later > site and later % 2 == 0]
+        assert layout.end_of_block(site) == min(ends, default=layout.num_sites)
 
 
 def test_another_family_is_refused_by_name(family: Family, tmp_path):
@@ -74,7 +92,7 @@ def test_another_family_is_refused_by_name(family: Family, tmp_path):
 
 def test_layouts_cover_what_they_claim():
     starts = {
-        name: AttnResLlamaConfig(num_hidden_layers=6, **fields).attn_res_block_starts
+        name: AttnResLlamaConfig(num_hidden_layers=6, **fields).attn_res_layout.starts
         for name, fields in LAYOUTS.items()
     }
     assert starts == {

@@ -4,7 +4,7 @@ import pytest
 import torch
 from transformers import DynamicCache, StaticCache, set_seed
 
-from tests.families import FAMILIES, tokens
+from tests.families import CACHE, FAMILIES, tokens
 
 
 GREEDY = {"do_sample": False, "max_new_tokens": 8, "eos_token_id": None}
@@ -34,7 +34,7 @@ def test_cached_pieces_equal_the_full_pass(family, layout):
     with torch.no_grad():
         expected = model(ids).logits
         cache = DynamicCache(config=model.config)
-        pieces = [model(piece, cache=cache, use_cache=True).logits for piece in ids.split([13, 1, 9, 1, 6], dim=1)]
+        pieces = [model(piece, **{CACHE: cache}, use_cache=True).logits for piece in ids.split([13, 1, 9, 1, 6], dim=1)]
     torch.testing.assert_close(torch.cat(pieces, dim=1), expected, rtol=1e-4, atol=1e-4)
 
 
@@ -59,7 +59,7 @@ def test_static_cache(family, mode):
     expected = generate(model, ids, **GREEDY)
     assert torch.equal(generate(model, ids, cache_implementation="static", disable_compile=True, **GREEDY), expected)
     cache = StaticCache(config=model.config, max_cache_len=40)
-    assert torch.equal(generate(model, ids, cache=cache, **GREEDY), expected)
+    assert torch.equal(generate(model, ids, **{CACHE: cache}, **GREEDY), expected)
 
 
 def test_a_cache_made_for_the_base_family_works(family, mode):
@@ -89,7 +89,7 @@ def test_two_interleaved_generations(family, mode):
     with torch.no_grad():
         for _ in range(GREEDY["max_new_tokens"]):
             for index, cache in enumerate(caches):
-                logits = model(steps[index], cache=cache, use_cache=True).logits
+                logits = model(steps[index], **{CACHE: cache}, use_cache=True).logits
                 steps[index] = logits[:, -1:].argmax(-1)
                 found[index].append(steps[index].item())
     assert list(found) == expected

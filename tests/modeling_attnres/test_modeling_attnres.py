@@ -5,9 +5,13 @@ import copy
 import pytest
 import torch
 from torch import nn
+from torch.utils._pytree import tree_leaves
 from transformers import DynamicCache
 
-from tests.families import BY_NAME, FAMILIES, randomise_depth, tokens
+from modeling_attnres import register_depth_reader
+from modeling_attnres.depth_attention import EagerReader
+from modeling_attnres.depth_readers import TwoPhaseReader
+from tests.families import BY_NAME, CACHE, FAMILIES, randomise_depth, tokens
 from tests.oracle import Recorder, expected_inputs, relative_error
 
 
@@ -53,7 +57,7 @@ def test_oracle_with_cached_decoding(family, layout, dtype):
     cache = DynamicCache(config=model.config)
     ids = tokens(length=20)
     for piece in (ids[:, :15], ids[:, 15:16], ids[:, 16:17]):
-        check_against_oracle(model, TOLERANCE[dtype], input_ids=piece, cache=cache, use_cache=True)
+        check_against_oracle(model, TOLERANCE[dtype], input_ids=piece, **{CACHE: cache}, use_cache=True)
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=["fp32", "bf16"])
@@ -61,7 +65,6 @@ def test_oracle_with_cached_decoding(family, layout, dtype):
 def test_two_phase_and_eager_read_the_same(family, layout, dtype, batch, length):
     """The implementation is chosen like attention's: at load, or later, and is no part of the checkpoint."""
     model = family.causal_lm(dtype=dtype, **layout)
-    assert model.config.attn_res_implementation == "two_phase"
     inputs = []
     for implementation in ("two_phase", "eager"):
         model.config.attn_res_implementation = implementation
@@ -74,14 +77,14 @@ def test_two_phase_and_eager_read_the_same(family, layout, dtype, batch, length)
         assert relative_error(inputs[0][12], inputs[1][12]) <= 1e-4
 
 
-def test_reused_buffers_leave_what_was_returned(family, layout):
-    """Phase 1 writes where it wrote before: nothing a step returned changes with the steps after it."""
+def test_what_a_step_returned_stays(family, layout):
+    """Nothing that a step returned changes with the steps after it."""
     model = family.causal_lm(**layout)
     cache, ids = DynamicCache(config=model.config), tokens(length=9)
     kept = []
     with torch.no_grad():
         for piece in ids.split([6, 1, 1, 1], dim=1):
-            outputs = model(piece, cache=cache, use_cache=True, output_hidden_states=True)
+            outputs = model(piece, **{CACHE: cache}, use_cache=True, output_hidden_states=True)
             kept += [(tensor, tensor.clone()) for tensor in (outputs.logits, *outputs.hidden_states)]
     assert all(torch.equal(tensor, before) for tensor, before in kept)
 
@@ -93,8 +96,8 @@ def test_the_implementation_is_set_at_load_and_not_saved(tmp_path):
     assert model.config.attn_res_implementation == "eager"
     model.save_pretrained(tmp_path)
     assert "implementation" not in (tmp_path / "config.json").read_text()
-    assert load(tmp_path).config.attn_res_implementation == "two_phase"
-    with pytest.raises(ValueError, match="must be 'two_phase' or 'eager', got 'fast'"):
+    assert load(tmp_path).config.attn_res_implementation == "auto"
+    with pytest.raises(ValueError, match=r"must be one of 'auto', 'eager', 'training', 'two_phase'.*, got 'fast'"):
         load(tmp_path, attn_res_implementation="fast")
 
 
@@ -174,7 +177,7 @@ def test_outputs(family, mode):
     assert len(outputs.attentions) == attention_layers
     assert len(outputs.depth_attentions) == 2 * layers + 1
     for site, weights in enumerate(outputs.depth_attentions):
-        assert weights.shape == (*ids.shape, model.config.attn_res_num_sources(site))
+        assert weights.shape == (*ids.shape, model.config.attn_res_layout.num_sources(site))
         torch.testing.assert_close(weights.sum(-1), torch.ones(ids.shape))
 
     assert "depth_attentions" not in model(ids)
@@ -228,8 +231,9 @@ def test_expert_implementations_agree(name, mode, implementation):
 
 def test_plans_and_fp32_lists_of_the_base_carry_over(family, mode):
     base, model = family.base_causal_lm(), family.causal_lm(**mode)
-    for plan in ("tp_plan", "pp_plan", "ep_plan"):
+    for plan in ("tp_plan", "ep_plan"):
         assert getattr(model, plan) == getattr(base, plan)
+    assert not model.pp_plan  # stages would have to exchange blocks, too
     assert model._keep_in_fp32_modules_strict == base._keep_in_fp32_modules_strict | {"attn_res"}
     assert model._no_split_modules == {type(model.model.layers[0]).__name__, "DepthAttention"}
     control = family.causal_lm(attn_res_mode="none")
@@ -297,10 +301,8 @@ def test_every_depth_parameter_gets_a_gradient(family, layout):
         if ".attn_res." not in name:
             continue
         assert gradient.isfinite().all()
-        rows = gradient.flatten(1) if gradient.ndim > 1 else gradient[None]
-        unread = {0} if "attention_" in name else set()  # the first sublayer has one source
-        for row, values in enumerate(rows):
-            assert (row in unread) == (not values.any()), f"{name}[{row}]"
+        for site, values in enumerate(gradient):
+            assert (site == 0) == (not values.any()), f"{name}[{site}]"  # the first sublayer has one source
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
@@ -317,8 +319,9 @@ def test_gradient_checkpointing_changes_no_gradient(family, layout, reentrant):
         assert relative_error(found[name], gradient) <= 1e-5 or not gradient.any(), name
 
 
-def test_lean_reads_give_the_gradients_of_plain_ones(family, layout):
+def test_training_reads_give_the_gradients_of_plain_ones(family, layout):
     model = family.causal_lm(**layout).train()
+    assert model.config.attn_res_implementation == "auto"
     found = gradients(model, tokens())
     model.config.attn_res_implementation = "eager"
     for name, gradient in gradients(model, tokens()).items():
@@ -330,7 +333,7 @@ def test_second_order_gradients():
     model = FAMILIES[0].causal_lm(num_hidden_layers=2, attn_implementation="eager").train()
 
     def gradient_of_gradient():
-        query = model.model.attn_res.mlp_query
+        query = model.model.attn_res.query
         (gradient,) = torch.autograd.grad(model(tokens(), labels=tokens()).loss, query, create_graph=True)
         return torch.autograd.grad(gradient.square().sum(), query)[0]
 
@@ -363,21 +366,39 @@ def test_a_checkpointed_layer_keeps_its_running_sum_only(layout):
     assert layers <= len(of_layers) <= sources + of_the_output
 
 
-def test_a_pass_changes_nothing_it_received(family, mode):
-    """State is functional: a layer run twice on the same tensors returns the same and leaves them as they were."""
+def reads_twice(reader_class):
+    """A reader that reads each site twice from the same tensors and holds the second time to the first."""
+
+    class ReadsTwice(reader_class):
+        @staticmethod
+        def read(running_sum_BTD, inputs):
+            given = [tensor for tensor in tree_leaves((running_sum_BTD, inputs)) if tensor is not None]
+            before = [tensor.clone() for tensor in given]
+            first, again = (reader_class.read(running_sum_BTD, inputs) for _ in range(2))
+            assert torch.equal(first[0], again[0])
+            assert all(map(torch.equal, given, before))
+            return again
+
+    return ReadsTwice
+
+
+@pytest.mark.parametrize(("name", "reader_class"), [("eager", EagerReader), ("two_phase", TwoPhaseReader)])
+def test_a_pass_changes_nothing_it_received(family, mode, name, reader_class):
+    """State is functional: a read of the same tensors returns the same, and all are left as they were to the end."""
     model = family.causal_lm(**mode)
-    seen = []
-
-    def run_again(layer, args, kwargs, output):
-        before = [argument.clone() for argument in args]
-        again = layer.forward(*args, **kwargs | {"cache": None})
-        seen.append(all(map(torch.equal, before, args)) and all(map(torch.equal, output, again)))
-
-    for layer in model.model.layers:
-        layer.register_forward_hook(run_again, with_kwargs=True)
+    model.config.attn_res_implementation = name
     with torch.no_grad():
-        model(tokens(), use_cache=False)
-    assert seen == [True] * model.config.num_hidden_layers
+        expected = model(tokens(), use_cache=False).logits
+    register_depth_reader("reads twice", reads_twice(reader_class))
+    model.config.attn_res_implementation = "reads twice"
+    received = []
+    for layer in model.model.layers:
+        layer.register_forward_pre_hook(lambda _, args: received.append((args[0], args[0].clone())))
+    with torch.no_grad():
+        found = model(tokens(), use_cache=False).logits
+    assert len(received) == model.config.num_hidden_layers
+    assert all(torch.equal(tensor, before) for tensor, before in received)
+    assert torch.equal(found, expected)
 
 
 def test_oracle_under_autocast(family, layout):

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from tests.families import BY_NAME, tokens
-from training.depth import mean_depth_weights, mixing_matrix, semiseparable_rank, site_statistics, sources_of_site
+from training.depth import mean_depth_weights, mixing_matrix, semiseparable_rank, site_statistics
 
 
 def config(layers=2, **fields):
@@ -14,11 +14,11 @@ def config(layers=2, **fields):
 
 
 def test_sources_partition_what_came_before(layout):
-    some = config(6, **layout)
+    some = config(6, **layout).attn_res_layout
     for site in range(13):
-        sources = sources_of_site(some, site)
+        sources = some.sources_of(site)
         assert [u for source in sources for u in source] == list(range(site + 1))
-        assert len(sources) == some.attn_res_num_sources(site)
+        assert len(sources) == some.num_sources(site)
 
 
 def test_entropy_and_reach_by_hand():

@@ -44,9 +44,7 @@ def test_trackers_see_what_the_model_says(tmp_path):
     assert logged["depth/entropy"] == pytest.approx(sum(one.entropy for one in expected) / len(expected))
     assert logged["depth/reach"] == pytest.approx(sum(one.reach for one in expected) / len(expected))
     assert logged["depth/largest_weight"] == pytest.approx(max(one.largest for one in expected))
-    depth = model.model.attn_res
-    queries = (depth.attention_query, depth.mlp_query, depth.output_query)
-    queries = torch.cat([query.detach().flatten(0, -2) for query in queries])
+    queries = model.model.attn_res.query.detach()
     assert logged["depth/query_norm_mean"] == pytest.approx(queries.norm(dim=-1).mean().item())
     assert logged["depth/query_norm_max"] == pytest.approx(queries.norm(dim=-1).max().item())
 
@@ -67,7 +65,7 @@ def test_queries_that_do_not_move(tmp_path):
 def test_a_site_that_collapses(tmp_path):
     model = BY_NAME["Llama"].causal_lm()
     with torch.no_grad():
-        model.model.attn_res.mlp_query[3] = 1e3 * torch.randn(1, 32, generator=torch.Generator().manual_seed(0))
+        model.model.attn_res.query[7] = 1e3 * torch.randn(32, generator=torch.Generator().manual_seed(0))
         monitor = DepthMonitor(tokens(batch=1, length=1))
     with pytest.warns(UserWarning, match=r"site 7 \(decoder layer 3\) puts 1\.0000 of its weight on one source"):
         train(tmp_path, model, monitor, steps=1)

@@ -1,0 +1,139 @@
+"""Layers cut off, taken out or replaced by hand: computed as the base computes them, or refused."""
+
+import pytest
+import torch
+from torch import nn
+
+from tests.families import BY_NAME, tokens
+from tests.modeling_attnres.test_hooks import ported
+from tests.oracle import relative_error
+
+
+LAYOUTS = {
+    "block": {"attn_res_block_size": 2},
+    "uneven": {"attn_res_block_boundaries": [0, 1, 4]},
+    "one block": {"attn_res_block_boundaries": [0]},
+    "full": {"attn_res_mode": "full"},
+}
+
+
+@pytest.fixture(params=["Llama", "Qwen3Moe", "KimiLinear"])
+def family(request):
+    return BY_NAME[request.param]
+
+
+@pytest.fixture(params=LAYOUTS.values(), ids=LAYOUTS.keys())
+def layout(request):
+    return request.param
+
+
+class Identity(nn.Module):
+    """Returns what it is given."""
+
+    def forward(self, hidden_states, *args, **kwargs):
+        return hidden_states
+
+
+def with_layers(model, chosen):
+    """Keep some layers, or put others: an index, or a module."""
+    layers = [model.model.layers[one] if isinstance(one, int) else one for one in chosen]
+    model.model.layers = nn.ModuleList(layers)
+    return model
+
+
+def logits(model, gradients=False):
+    with torch.set_grad_enabled(gradients):
+        return model(tokens(), use_cache=False).logits.detach()
+
+
+def check_like_the_base(family, layout, chosen):
+    base = family.base_causal_lm()
+    model, whole = ported(family, base, **layout), logits(base)
+    expected = logits(with_layers(base, chosen))
+    assert relative_error(expected, whole) > 0.01
+    with_layers(model, chosen)
+    for gradients in (False, True):
+        assert relative_error(logits(model, gradients), expected) <= 3e-6
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 5])
+def test_the_first_layers_alone(family, layout, count):
+    check_like_the_base(family, layout, range(count))
+
+
+@pytest.mark.parametrize("count", [1, 2, 5])
+def test_the_first_layers_cut_off(family, layout, count):
+    check_like_the_base(family, layout, range(count, 6))
+
+
+@pytest.mark.parametrize("index", range(5))
+def test_an_identity_in_place_of_a_layer(family, layout, index):
+    check_like_the_base(family, layout, [Identity() if one == index else one for one in range(6)])
+
+
+@pytest.mark.parametrize("chosen", [[0, 1, 4, 5], [0, 5], [1, 3, 4]])
+def test_layers_taken_out(family, layout, chosen):
+    check_like_the_base(family, layout, chosen)
+
+
+def test_a_slice_of_the_list_of_layers():
+    """As users write it."""
+    family = BY_NAME["Llama"]
+    base = family.base_causal_lm()
+    model = ported(family, base)
+    for one in (base, model):
+        one.model.layers = one.model.layers[:4]
+    assert relative_error(logits(model), logits(base)) <= 3e-6
+    text = [one.generate(tokens()[:, :5], max_new_tokens=8, do_sample=False) for one in (base, model)]
+    assert torch.equal(*text)
+
+
+@pytest.mark.parametrize("order", [[1, 0, 2, 3, 4, 5], [0, 1, 4, 5, 2, 3], [5, 4, 3, 2, 1, 0], [0, 1, 2, 2, 3, 4, 5]])
+@pytest.mark.parametrize("layout", [LAYOUTS["block"], LAYOUTS["full"]], ids=["block", "full"])
+def test_layers_in_another_order_are_refused(family, layout, order):
+    model = with_layers(family.causal_lm(**layout), order[:6])
+    for gradients in (False, True):
+        with pytest.raises(RuntimeError, match=r"^Decoder layer \d .*decoder layers must run in their order"):
+            logits(model, gradients)
+
+
+@pytest.mark.parametrize("order", [[0, 2, 1, 3, 4, 5], [0, 1, 1, 2, 4, 5]])
+def test_another_order_within_a_block_is_refused_or_computed_as_the_base_does(order):
+    family, layout = BY_NAME["Llama"], LAYOUTS["one block"]
+    base = family.base_causal_lm()
+    model = with_layers(ported(family, base, **layout), order)
+    expected = logits(with_layers(base, order))
+    try:
+        found = logits(model)
+    except RuntimeError as error:
+        assert "decoder layers must run in their order" in str(error)  # noqa: PT017
+    else:
+        assert relative_error(found, expected) <= 3e-6
+
+
+@pytest.mark.parametrize("last", [Identity(), "base"])
+def test_a_foreign_module_as_the_last_layer_is_refused(family, layout, last):
+    """It would leave the output site unread."""
+    last = family.base_causal_lm().model.layers[5] if last == "base" else last
+    model = with_layers(family.causal_lm(**layout), [*range(5), last])
+    with pytest.raises(TypeError, match=f"[dD]ecoder layer.*{type(last).__name__}"):
+        logits(model)
+
+
+def test_a_base_layer_among_ours_is_refused(layout):
+    """It does not know what to do with a reader, and its output is a sum over all layers."""
+    family = BY_NAME["Llama"]
+    foreign = family.base_causal_lm().model.layers[2]
+    model = with_layers(ported(family, family.base_causal_lm(), **layout), [0, 1, foreign, 3, 4, 5])
+    try:
+        logits(model)
+    except (TypeError, RuntimeError) as error:
+        assert "decoder layer" in str(error).lower()  # noqa: PT017
+    else:
+        pytest.fail("computed something")
+
+
+def test_no_layers_at_all_are_refused():
+    model = with_layers(BY_NAME["Llama"].causal_lm(), [])
+    with pytest.raises(TypeError, match="found none"):
+        logits(model)
