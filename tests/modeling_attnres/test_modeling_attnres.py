@@ -232,7 +232,7 @@ def test_expert_implementations_agree(name, mode, implementation):
 def test_plans_and_fp32_lists_of_the_base_carry_over(family, mode):
     base, model = family.base_causal_lm(), family.causal_lm(**mode)
     for plan in ("tp_plan", "ep_plan"):
-        assert getattr(model, plan) == getattr(base, plan)
+        assert getattr(model, plan, None) == getattr(base, plan, None)  # the oldest release has no ep_plan
     assert not model.pp_plan  # stages would have to exchange blocks, too
     assert model._keep_in_fp32_modules_strict == base._keep_in_fp32_modules_strict | {"attn_res"}
     assert model._no_split_modules == {type(model.model.layers[0]).__name__, "DepthAttention"}

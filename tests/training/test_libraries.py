@@ -96,6 +96,7 @@ def test_all_linear_adapts_what_it_adapts_in_the_base_experts_included(family, t
 
 
 IN_ORDER = """
+import importlib
 from tests.training.test_libraries import QWEN2_MOE, BY_NAME
 
 families = [BY_NAME["Llama"], BY_NAME["Mixtral"], BY_NAME["Qwen3Moe"], QWEN2_MOE]
