@@ -307,6 +307,8 @@ def is_attnres_type(model_type: object) -> bool:
 # Module -> how the names of its tables by model type begin
 OTHER_TABLES = {
     "peft.utils.constants": "TRANSFORMERS_MODELS_TO_",  # what is adapted by default
+    "peft.utils.transformers_weight_conversion": "_MODEL_TO_CONVERSION_PATTERN",  # its copy: rules for experts
+    "peft.tuners.adaption_prompt.config": "TRANSFORMERS_MODEL_CONFIG",
     "liger_kernel.transformers.monkey_patch": "MODEL_TYPE_TO_APPLY_LIGER_FN",
 }
 

@@ -621,8 +621,10 @@ def register_in_transformers_tables(config_class: type) -> None:
     # Trainer asks the static table of causal LMs whether labels are to be shifted
     for auto_class, name in config_class.class_names().items():
         AUTO_CLASSES[auto_class][model_type] = name
+    # PEFT finds its rules for experts by whose conversion rules a family shares; those of Mixtral are Mixtral's own
     patterns = conversion_mapping._MODEL_TO_CONVERSION_PATTERN
-    patterns[model_type] = patterns.get(base_type, base_type)  # PEFT's rules for experts go by it
+    if base_type in patterns or base_type == "mixtral":
+        patterns[model_type] = patterns.get(base_type, base_type)
 
 
 def __getattr__(name: str) -> type:
