@@ -190,6 +190,7 @@ class AttnResDecoderLayerMixin:
             mode the MLP's output) for its hidden states.
         """
         site, full = 2 * self.layer_index, depth_reader.layout.full
+        num_kept = 1 if full else 0
         num_weights = 0 if depth_reader.depth_weights is None else 2
         running_sum = depth_reader.enter_layer(self.layer_index, hidden_states)
         inputs = (depth_reader.inputs_for(site), depth_reader.inputs_for(site + 1))
@@ -204,8 +205,9 @@ class AttnResDecoderLayerMixin:
             running_sum, *others = self._gradient_checkpointing_func(run, *tensors)
         else:
             running_sum, *others = self.run_sublayers(new_stream(running_sum, inputs), *args, **kwargs)
-        kept_apart, weights, rest = others[:full], others[full : full + num_weights], others[full + num_weights :]
-        if weights:
+        kept_apart, others = others[:num_kept], others[num_kept:]
+        weights, rest = others[:num_weights], others[num_weights:]
+        if num_weights > 0:
             depth_reader.depth_weights += weights
         hidden_states = depth_reader.leave_layer(running_sum, kept_apart)
         return (hidden_states, *rest) if rest else hidden_states
@@ -314,18 +316,21 @@ class AttnResModelMixin(AttnResPreTrainedModelMixin):
         for index, layer in enumerate(layers):
             if isinstance(layer, GradientCheckpointingLayer) and not isinstance(layer, AttnResDecoderLayerMixin):
                 raise TypeError(f"Decoder layer {index} is a {type(layer).__name__}, without Attention Residuals.")
-        if len(layers) == 0 or not isinstance(layers[-1], AttnResDecoderLayerMixin):
-            found = type(layers[-1]).__name__ if len(layers) else "none"
+        last = layers[-1] if len(layers) > 0 else self
+        # it may be wrapped, by torch.compile or for checkpointing
+        last_layer = next((one for one in last.modules() if isinstance(one, AttnResDecoderLayerMixin)), None)
+        if last_layer is None or last is self:
+            found = "none" if last is self else type(last).__name__
             raise TypeError(
-                f"{type(self).__name__}: the last decoder layer, which reads the output site, must be a "
-                f"{PREFIX} layer; found {found}. Cut the model after one of its own layers."
+                f"{type(self).__name__}: the last decoder layer, which reads the output site, must be a {PREFIX} "
+                f"layer; found {found}. Cut the model after one of its own layers."
             )
         queries_SD = self.attn_res()  # the one place where depth parameters are read
         reader_class = choose_depth_reader(
             self.config.attn_res_implementation, torch.is_grad_enabled(), weights is not None
         )
         reader = reader_class(queries_SD, self.attn_res_eps, self.attn_res_layout)
-        reader.last_layer, reader.output_gain, reader.depth_weights = layers[-1], self.attn_res_output_gain, weights
+        reader.last_layer, reader.output_gain, reader.depth_weights = last_layer, self.attn_res_output_gain, weights
         return reader
 
 

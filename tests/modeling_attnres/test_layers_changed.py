@@ -3,6 +3,7 @@
 import pytest
 import torch
 from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
 from tests.families import BY_NAME, tokens
 from tests.modeling_attnres.test_hooks import ported
@@ -137,3 +138,25 @@ def test_no_layers_at_all_are_refused():
     model = with_layers(BY_NAME["Llama"].causal_lm(), [])
     with pytest.raises(TypeError, match="found none"):
         logits(model)
+
+
+@pytest.mark.parametrize("wrapper", ["checkpoint", "compile"])
+def test_wrapped_layers_compute_the_same(layout, wrapper):
+    """As FSDP's activation checkpointing and regional compilation wrap them, the talk with the reader included."""
+    torch.compiler.reset()
+    model = BY_NAME["Llama"].causal_lm(**layout).train()
+
+    def gradients():
+        model.zero_grad()
+        model(tokens(), labels=tokens(), use_cache=False).loss.backward()
+        return {
+            name.replace("_checkpoint_wrapped_module.", "").replace("_orig_mod.", ""): parameter.grad.clone()
+            for name, parameter in model.named_parameters()
+        }
+
+    expected = gradients()
+    for index, layer in enumerate(model.model.layers):
+        wrapped = checkpoint_wrapper(layer) if wrapper == "checkpoint" else torch.compile(layer, backend="eager")
+        model.model.layers[index] = wrapped
+    for name, gradient in gradients().items():
+        assert relative_error(gradient, expected[name]) <= 1e-5 or not expected[name].any(), name
