@@ -36,7 +36,6 @@ from transformers.utils.output_capturing import _CAN_RECORD_REGISTRY
 from . import configuration_attnres
 from .configuration_attnres import AUTO_CLASSES, PREFIX, FamilyError, asked_for, base_of
 from .depth_attention import DepthAttention, DepthReader, add_output, choose_depth_reader
-from .depth_readers import TwoPhaseReader  # noqa: F401 (its file registers the readers)
 
 
 logger = logging.get_logger(__name__)
@@ -312,7 +311,7 @@ class AttnResModelMixin(AttnResPreTrainedModelMixin):
 
     def new_depth_reader(self, weights: list | None) -> DepthReader:
         """The reader of one pass, which puts the depth weights in a list if it is given one."""
-        layers = self.layers[: self.config.num_hidden_layers]
+        layers = list(self.layers)[: self.config.num_hidden_layers]  # a slice of a ModuleList is a new module
         for index, layer in enumerate(layers):
             if isinstance(layer, GradientCheckpointingLayer) and not isinstance(layer, AttnResDecoderLayerMixin):
                 raise TypeError(f"Decoder layer {index} is a {type(layer).__name__}, without Attention Residuals.")
