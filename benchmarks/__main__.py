@@ -5,6 +5,8 @@ from typing import Annotated
 
 import typer
 
+from common.errors import command_line
+
 from .inference import measure_inference, measure_memory
 from .mechanism import measure_growth, measure_mechanism
 from .porting import measure_porting
@@ -12,7 +14,7 @@ from .replica import measure_replica
 from .training import measure_training
 
 
-app = typer.Typer(no_args_is_help=True, pretty_exceptions_enable=False, help=__doc__, rich_markup_mode=None)
+app = command_line(__doc__)
 
 # ruff: noqa: B006 (typer reads the defaults and changes none)
 Output = Annotated[

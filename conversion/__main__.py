@@ -5,7 +5,8 @@ from typing import Annotated, Literal
 
 import typer
 
-from .checkpoint import CheckpointError
+from common.errors import command_line
+
 from .export import export as export_checkpoint
 from .inspection import inspect as inspect_checkpoint
 from .port import Blocks
@@ -14,7 +15,7 @@ from .upcycle import upcycle as upcycle_checkpoint
 from .verify import verify as verify_checkpoint
 
 
-app = typer.Typer(no_args_is_help=True, pretty_exceptions_enable=False, help=__doc__, rich_markup_mode=None)
+app = command_line(__doc__)
 
 Source = Annotated[str, typer.Argument(help="A local folder, a hub id or a GGUF file.")]
 Target = Annotated[Path, typer.Argument(help="The folder to write; it must not exist, or be empty.")]
@@ -85,12 +86,5 @@ def inspect(
     print(inspect_checkpoint(path, text, entropy))
 
 
-def run() -> None:
-    try:
-        app()
-    except CheckpointError as error:
-        raise SystemExit(f"error: {error}") from None
-
-
 if __name__ == "__main__":
-    run()
+    app()

@@ -23,6 +23,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
 import modeling_attnres
+from common.errors import UserError
 from modeling_attnres import config_name, is_attnres_type, is_depth_parameter
 
 
@@ -39,7 +40,7 @@ QUANTISATION_TENSORS = {
 }
 
 
-class CheckpointError(ValueError):
+class CheckpointError(UserError):
     """A checkpoint that cannot be used; the message names the file or field, what was found and what was expected."""
 
 

@@ -7,11 +7,11 @@ import torch
 from huggingface_hub.constants import REPOCARD_NAME
 from transformers import PreTrainedConfig
 
+from common.files import check_target, complete_or_absent, take_over
 from model_cards.provenance import NAME as PROVENANCE
 from modeling_attnres.configuration_attnres import PREFIX, AttnResConfigMixin
 
 from .checkpoint import CONFIG_NAME, Checkpoint, CheckpointError, model_class, open_source
-from .files import check_target, complete_or_absent, take_over
 from .writing import code_files, copy_other_files, save_shard, shard_name, write_index
 
 

@@ -6,11 +6,11 @@ from pathlib import Path
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedConfig
 
+from common.text import read_text
 from model_cards.blocks import describe_blocks, draw_blocks
 
 from .checkpoint import Checkpoint, CheckpointError, is_known_lossless, open_source, quiet_transformers
 from .export import query_norms
-from .text import read_text
 from .verify import tokenize
 
 

@@ -11,10 +11,10 @@ import torch
 from huggingface_hub.constants import REPOCARD_NAME
 from transformers import PreTrainedConfig
 
+from common.files import check_target, complete_or_absent
 from model_cards.blocks import describe_blocks
 
 from .checkpoint import CONFIG_NAME, Checkpoint, CheckpointError, is_known_lossless, model_class, open_source
-from .files import check_target, complete_or_absent
 from .verify import Verification, verify_checkpoints
 from .writing import add_card, add_shard, copy_checkpoint, copy_code
 

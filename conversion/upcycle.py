@@ -15,8 +15,9 @@ from tqdm import tqdm
 from transformers import MixtralConfig
 from transformers.tokenization_utils_base import TOKENIZER_CONFIG_FILE
 
+from common.files import check_target, complete_or_absent
+
 from .checkpoint import CONFIG_NAME, Checkpoint, CheckpointError, open_source, read_json
-from .files import check_target, complete_or_absent
 from .port import Blocks, PortReport, add_depth_attention, attnres_config
 from .verify import load_tokenizer, relative_difference
 from .writing import add_card, copy_other_files, write_shards

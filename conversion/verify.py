@@ -10,10 +10,10 @@ from tqdm import tqdm
 from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase
 
 import modeling_attnres  # noqa: F401, registers the families with the Auto classes
+from common.text import read_text
 from model_cards.provenance import Verified
 
 from .checkpoint import Checkpoint, CheckpointError, open_source, quiet_transformers
-from .text import read_text
 
 
 MAX_TOKENS = 512  # of a text

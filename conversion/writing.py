@@ -11,11 +11,11 @@ from safetensors.torch import save_file
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
 import modeling_attnres
+from common.files import take_over
 from model_cards.card import write_card
 from model_cards.provenance import Provenance, Verified, hash_files, of_card
 
 from .checkpoint import CONFIG_NAME, OTHER_WEIGHTS, Checkpoint
-from .files import take_over
 
 
 SHARD_BYTES = 2**30

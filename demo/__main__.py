@@ -15,7 +15,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from conversion.checkpoint import CheckpointError
+from common.errors import AnswerIsNo, one_line_errors
 from conversion.port import Blocks, port
 from conversion.upcycle import upcycle
 from conversion.verify import TOLERANCE
@@ -107,11 +107,9 @@ def main() -> None:
     )
     console.print(f"depth weights of every site: {picture}")
     if min(same) < len(QUESTIONS) or max(result["relative_logit_error"] for result in ports) > TOLERANCE:
-        raise SystemExit("error: a port does not compute what the original computes")
+        raise AnswerIsNo("a port does not compute what the original computes")
 
 
 if __name__ == "__main__":
-    try:
+    with one_line_errors():
         main()
-    except CheckpointError as error:
-        raise SystemExit(f"error: {error}") from None

@@ -7,8 +7,8 @@ from filelock import FileLock
 from huggingface_hub import ModelCard, ModelCardData
 from huggingface_hub.constants import REPOCARD_NAME
 
+from common.files import complete_or_absent, take_over
 from conversion.checkpoint import CheckpointError, open_source
-from conversion.files import complete_or_absent, take_over
 
 
 CHECKPOINTS = Path(__file__).parent / "checkpoints"

@@ -8,15 +8,16 @@ from typing import Annotated
 import typer
 from lm_eval.utils import setup_logging
 
+from common.errors import command_line
+
 from . import data as local_data
 from .benchmarks import EvalError, build, names_of, task_manager
-from .data import DataError
 from .run import Settings, subjects_of
 from .run import run as run_benchmarks
 from .table import compare, write
 
 
-app = typer.Typer(no_args_is_help=True, pretty_exceptions_enable=False, help=__doc__, rich_markup_mode=None)
+app = command_line(__doc__)
 
 Tasks = Annotated[
     str, typer.Option(help="Names, separated by commas: attnres_paper, attnres_core, one of theirs, any of lm-eval's.")
@@ -55,13 +56,9 @@ def run(
     settings = Settings(
         backend, model_args, gen_kwargs, batch_size, device, limit, chat_template, cache, confirm_run_unsafe_code
     )
-    try:
-        if adapter and backend != "hf":
-            raise EvalError(f"--adapter works with the back end hf, not {backend}; merge it: python -m training merge.")
-        subjects = subjects_of(model, adapter)
-        benchmarks, outcomes = run_benchmarks(subjects, tasks.split(","), settings, output, data)
-    except (DataError, EvalError) as error:
-        raise _stop(error) from error
+    if adapter and backend != "hf":
+        raise EvalError(f"--adapter works with the back end hf, not {backend}; merge it: python -m training merge.")
+    benchmarks, outcomes = run_benchmarks(subjects_of(model, adapter), tasks.split(","), settings, output, data)
     if int(os.environ.get("RANK", "0")):
         return  # of several processes (accelerate launch) the first one has the results
     print(write(compare(benchmarks, outcomes), outcomes, output))
@@ -73,12 +70,9 @@ def run(
 def fetch(tasks: Tasks, data: Annotated[Path, typer.Option(help="The folder to fill.")]) -> None:
     """Download the data sets of tasks, to evaluate without a network later. What is there stays."""
     _quiet()
-    try:
-        manager = task_manager()
-        with local_data.fetching(data) as written:
-            build(manager, names_of(manager, tasks.split(",")), [])
-    except (DataError, EvalError) as error:
-        raise _stop(error) from error
+    manager = task_manager()
+    with local_data.fetching(data) as written:
+        build(manager, names_of(manager, tasks.split(",")), [])
     for file in written:
         print(f"{file}  {file.stat().st_size / 2**20:.1f} MiB")
     print(f"{data} is complete for {tasks}.")
@@ -89,11 +83,6 @@ def _quiet() -> None:
     setup_logging("WARNING")
     for name in ("lm_eval.api.task", "lm_eval.evaluator"):
         logging.getLogger(name).setLevel(logging.ERROR)
-
-
-def _stop(error: Exception) -> SystemExit:
-    typer.echo(f"error: {error}", err=True)
-    return SystemExit(2)
 
 
 if __name__ == "__main__":

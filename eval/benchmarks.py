@@ -17,6 +17,8 @@ from lm_eval.tasks._index import Kind
 from lm_eval.tasks._yaml_loader import load_yaml
 from lm_eval.utils import hash_string
 
+from common.errors import UserError
+
 from .data import DataError
 
 
@@ -24,7 +26,7 @@ TASKS = Path(__file__).parent / "tasks"
 WITHOUT_NETWORK = "To evaluate without a network, fill a folder by `python -m eval fetch` where there is one: --data."
 
 
-class EvalError(ValueError):
+class EvalError(UserError):
     """An evaluation that cannot be done as asked; the message says why, before a model is loaded."""
 
 

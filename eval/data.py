@@ -15,7 +15,8 @@ from pathlib import Path
 
 import datasets
 
-from conversion.files import whole_file
+from common.errors import UserError
+from common.files import whole_file
 
 
 FORMATS = (".jsonl", ".csv", ".parquet")
@@ -53,7 +54,7 @@ GATED = {
 }
 
 
-class DataError(ValueError):
+class DataError(UserError):
     """Data that cannot be used; the message names the file and line, what was found and what was expected."""
 
 

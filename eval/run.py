@@ -16,7 +16,7 @@ from lm_eval.api.registry import get_model
 from lm_eval.utils import handle_non_serializable, simple_parse_args_string
 from tqdm import tqdm
 
-from conversion.files import whole_file
+from common.files import whole_file
 
 from . import data as local_data
 from .benchmarks import Benchmark, EvalError, build, names_of, task_manager

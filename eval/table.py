@@ -12,7 +12,7 @@ import numpy as np
 from pytablewriter import MarkdownTableWriter
 from scipy import stats
 
-from conversion.files import whole_file
+from common.files import whole_file
 
 from .benchmarks import Benchmark
 from .run import Outcome

@@ -5,10 +5,12 @@ from typing import Annotated
 
 import typer
 
-from .card import CardError, write_card
+from common.errors import command_line
+
+from .card import write_card
 
 
-app = typer.Typer(no_args_is_help=True, pretty_exceptions_enable=False, help=__doc__, rich_markup_mode=None)
+app = command_line(__doc__)
 
 
 @app.callback()
@@ -24,11 +26,7 @@ def write(
     output: Annotated[Path | None, typer.Option(help="The file to write. Default: PATH/README.md.")] = None,
 ) -> None:
     """Write the card of PATH from the files that lie there, and from results. It claims no figure that no file has."""
-    try:
-        print(write_card(path, results, training, output))
-    except CardError as error:
-        typer.echo(f"error: {error}", err=True)
-        raise typer.Exit(2) from error
+    print(write_card(path, results, training, output))
 
 
 if __name__ == "__main__":

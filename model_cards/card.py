@@ -10,6 +10,7 @@ from huggingface_hub import EvalResult, ModelCard, ModelCardData
 from huggingface_hub.constants import REPOCARD_NAME
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, PreTrainedConfig
 
+from common.errors import UserError
 from modeling_attnres import is_depth_parameter  # the import lets the Auto classes find the families, too
 
 from .blocks import describe_blocks, draw_blocks
@@ -19,7 +20,7 @@ from .provenance import Provenance, read
 TEMPLATE = Path(__file__).with_name("template.md")
 
 
-class CardError(ValueError):
+class CardError(UserError):
     """A card that cannot be written; the message names the file, what was found and what was expected."""
 
 

@@ -7,12 +7,11 @@ import torch
 import typer
 from transformers import HfArgumentParser, TrainingArguments
 
-from conversion.checkpoint import CheckpointError
-from conversion.files import check_target
+from common.errors import command_line
+from common.files import check_target
 
-from .data import DataError
 from .diagnose import diagnose as run_diagnose
-from .finetune import Recipe, TrainingError
+from .finetune import Recipe
 from .finetune import finetune as run_finetune
 from .finetune import merge as merge_adapter
 
@@ -21,7 +20,7 @@ Trust = Annotated[
     bool, typer.Option("--trust-remote-code", help="Run the code of a tokenizer that lies beside the checkpoint.")
 ]
 
-app = typer.Typer(no_args_is_help=True, pretty_exceptions_enable=False, help=__doc__, rich_markup_mode=None)
+app = command_line(__doc__)
 
 
 @app.command(
@@ -125,12 +124,5 @@ def diagnose(
     run_diagnose(path, output, text, adapter, against, tokens, trust_remote_code)
 
 
-def run() -> None:
-    try:
-        app()
-    except (CheckpointError, DataError, TrainingError) as error:
-        raise SystemExit(f"error: {error}") from None
-
-
 if __name__ == "__main__":
-    run()
+    app()

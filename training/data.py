@@ -15,12 +15,14 @@ from pathlib import Path
 import torch
 from tqdm import tqdm
 
+from common.errors import UserError
+
 
 IGNORED = -100
 BATCH = 1000  # texts that are tokenised at once
 
 
-class DataError(ValueError):
+class DataError(UserError):
     """Data that cannot be trained on; the message names the file, the line, what was found and what was expected."""
 
 

@@ -8,8 +8,8 @@ from peft import PeftModel
 from rich.console import Console
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from conversion.files import complete_or_absent
-from conversion.text import read_text
+from common.files import complete_or_absent
+from common.text import read_text
 from modeling_attnres import is_depth_parameter
 
 from .depth import mean_depth_weights, mixing_matrix, semiseparable_rank, site_statistics

@@ -24,8 +24,9 @@ from transformers import (
     set_seed,
 )
 
+from common.errors import UserError
+from common.files import complete_or_absent, whole_file
 from conversion.checkpoint import open_source
-from conversion.files import complete_or_absent, whole_file
 from conversion.writing import add_card
 from modeling_attnres import is_depth_parameter
 
@@ -37,7 +38,7 @@ COMPLETE = "complete"  # the file that a checkpoint gets last
 MIXERS = ("self_attn", "linear_attn", "mamba")  # what attention, or what stands in its place, is called in a layer
 
 
-class TrainingError(ValueError):
+class TrainingError(UserError):
     """A setting that cannot work; the message says which, what was found and what was expected."""
 
 

@@ -11,10 +11,10 @@ from tokenizers.trainers import BpeTrainer
 from transformers import AutoTokenizer
 from typer.testing import CliRunner
 
+from common.text import SAMPLE
 from conversion.__main__ import app
 from conversion.checkpoint import CheckpointError
 from conversion.port import Blocks, port
-from conversion.text import SAMPLE
 from conversion.verify import verify
 from tests.conversion.checkpoints import all_tensors, edit_config, edit_tensors, train_queries
 from tests.families import BY_NAME, Family

@@ -5,12 +5,13 @@ import errno
 import fcntl
 import os
 import shutil
-from collections.abc import Iterator
+import stat
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from tqdm import tqdm
 
-from .checkpoint import CheckpointError
+from .errors import UserError
 
 
 FICLONE = 0x40049409  # ioctl of Linux: share the blocks of a file, copy on write
@@ -21,22 +22,22 @@ def check_target(target: Path, source: str) -> None:
     """Refuse a target that is taken, lies within the source, or cannot be written.
 
     Raises:
-        CheckpointError: says which, before anything is written.
+        UserError: says which, before anything is written.
     """
     target, source_path = Path(target).resolve(), Path(source).expanduser()
     if source_path.exists():
         source_path = source_path.resolve()
         if target == source_path:
-            raise CheckpointError(f"{target}: the target is the source.")
+            raise UserError(f"{target}: the target is the source.")
         if target.is_relative_to(source_path):
-            raise CheckpointError(f"{target} lies inside the source {source_path}.")
+            raise UserError(f"{target} lies inside the source {source_path}.")
     if target.exists() and not target.is_dir():
-        raise CheckpointError(f"{target} exists and is no folder.")
+        raise UserError(f"{target} exists and is no folder.")
     if target.is_dir() and any(target.iterdir()):
-        raise CheckpointError(f"{target} exists and is not empty.")
+        raise UserError(f"{target} exists and is not empty.")
     ancestor = next(parent for parent in target.parents if parent.exists())
     if not ancestor.is_dir() or not os.access(ancestor, os.W_OK | os.X_OK):
-        raise CheckpointError(f"{target}: no permission to write in {ancestor}.")
+        raise UserError(f"{target}: no permission to write in {ancestor}.")
 
 
 @contextlib.contextmanager
@@ -45,19 +46,17 @@ def complete_or_absent(target: Path) -> Iterator[Path]:
 
     It is a sibling `.NAME.incomplete`, synced and then renamed, so a kill at any moment leaves `target` absent or
     complete. A lock tells a running writer from a leftover, which the next run removes.
+
+    Raises:
+        UserError: another process writes the same target, or wrote it meanwhile.
     """
     target = Path(target).resolve()
-    folder = target.with_name(f".{target.name}.incomplete")
-    target.parent.mkdir(parents=True, exist_ok=True)
-    folder.mkdir(exist_ok=True)
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise CheckpointError(f"{target}: another process is writing it ({folder}).") from None
+    folder = incomplete(target)
+    with _claimed(target, folder, lambda: folder.mkdir(exist_ok=True), os.O_DIRECTORY):
         try:
             _empty(folder)
+            if target.exists() and any(target.iterdir()):
+                raise UserError(f"{target} has been written by another process meanwhile.")
             yield folder
             _sync(folder)
             os.rename(folder, target)  # replaces an empty folder
@@ -65,20 +64,68 @@ def complete_or_absent(target: Path) -> Iterator[Path]:
         except BaseException:
             shutil.rmtree(folder, ignore_errors=True)
             raise
-    finally:
-        os.close(descriptor)
 
 
 @contextlib.contextmanager
 def whole_file(path: Path) -> Iterator[Path]:
-    """A file to write, that becomes `path` (whose folder is made) when the block ends without an error."""
-    partial = path.with_name(f".{path.name}.incomplete")
-    path.parent.mkdir(parents=True, exist_ok=True)
+    """A file to write, that becomes `path` (whose folder is made) when the block ends without an error.
+
+    Raises:
+        UserError: another process writes the same file.
+    """
+    path = Path(path)
+    partial = incomplete(path)
+    with _claimed(path, partial, partial.touch):
+        try:
+            yield partial
+            _sync_file(partial)
+            os.replace(partial, path)
+        except BaseException:
+            partial.unlink(missing_ok=True)
+            raise
+
+
+def incomplete(path: Path) -> Path:
+    """Where a file or folder is written before it is complete."""
+    return path.with_name(f".{path.name}.incomplete")
+
+
+@contextlib.contextmanager
+def _claimed(final: Path, partial: Path, make: Callable[[], object], flags: int = 0) -> Iterator[None]:
+    """Make the place where `final` is written and hold a lock on it, alone of all processes.
+
+    A link under that name is not followed: it would have another folder emptied, or another file written.
+    """
+    final.parent.mkdir(parents=True, exist_ok=True)
+    kind = stat.S_IFDIR if flags & os.O_DIRECTORY else stat.S_IFREG
+    while True:
+        if partial.is_symlink():
+            raise UserError(f"{partial} is a link, expected nothing there: remove it.")
+        try:
+            make()
+            descriptor = os.open(partial, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | flags)
+        except FileNotFoundError:  # another writer was just done with it
+            continue
+        except (FileExistsError, NotADirectoryError):
+            raise UserError(f"{partial} is there and is no folder: remove it.") from None
+        with contextlib.ExitStack() as stack:
+            stack.callback(os.close, descriptor)
+            if stat.S_IFMT(os.fstat(descriptor).st_mode) != kind:
+                raise UserError(f"{partial} is there and is no file: remove it.")
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                raise UserError(f"{final}: another process is writing it ({partial}).") from None
+            if _is_at(descriptor, partial):  # else the lock is on what another writer has moved to its final name
+                yield
+                return
+
+
+def _is_at(descriptor: int, path: Path) -> bool:
     try:
-        yield partial
-        os.replace(partial, path)
-    finally:
-        partial.unlink(missing_ok=True)
+        return os.path.samestat(os.fstat(descriptor), os.stat(path, follow_symlinks=False))
+    except FileNotFoundError:
+        return False
 
 
 def _empty(folder: Path) -> None:
@@ -109,7 +156,7 @@ def take_over(files: dict[Path, Path], link: bool = False) -> None:
         link: make hard links. Cheap everywhere on one file system, but whoever writes into one file writes into both.
 
     Raises:
-        CheckpointError: not enough space for a copy, or no hard link possible.
+        UserError: not enough space for a copy, or no hard link possible.
     """
     files = {source.resolve(): target for source, target in files.items()}
     if link:
@@ -117,14 +164,14 @@ def take_over(files: dict[Path, Path], link: bool = False) -> None:
             try:
                 os.link(source, target)
             except OSError as error:
-                raise CheckpointError(f"{source} cannot be hard-linked to {target}: {error.strerror}.") from error
+                raise UserError(f"{source} cannot be hard-linked to {target}: {error.strerror}.") from error
         return
 
     to_copy = {source: target for source, target in files.items() if not _clone(source, target)}
     needed, parent = sum(source.stat().st_size for source in to_copy), next(iter(files.values())).parent
     free = shutil.disk_usage(parent).free
     if needed > free:
-        raise CheckpointError(f"{parent.parent}: {needed / 2**20:,.0f} MiB are needed, {free / 2**20:,.0f} are free.")
+        raise UserError(f"{parent.parent}: {needed / 2**20:,.0f} MiB are needed, {free / 2**20:,.0f} are free.")
     with tqdm(total=needed, unit="B", unit_scale=True, desc="copying shards", disable=not to_copy) as bar:
         for source, target in to_copy.items():
             with open(source, "rb") as reader, open(target, "wb") as writer:

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from .checkpoint import CheckpointError
+from .errors import UserError, describe
 
 
 SAMPLE = """\
@@ -28,14 +28,14 @@ def read_text(path: Path | None) -> tuple[str, str]:
     """The text of a file, or the built-in sample, and what to call it.
 
     Raises:
-        CheckpointError: the file cannot be read as UTF-8, or is empty.
+        UserError: the file cannot be read as UTF-8, or is empty.
     """
     if path is None:
         return SAMPLE, "the built-in sample"
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise CheckpointError(f"{path} cannot be read as UTF-8 text: {error}.") from error
+        raise UserError(f"{path} cannot be read as UTF-8 text: {describe(error)}.") from error
     if not text.strip():
-        raise CheckpointError(f"{path} is empty; expected some text.")
+        raise UserError(f"{path} is empty; expected some text.")
     return text, str(path)

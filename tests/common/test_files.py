@@ -11,8 +11,9 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from conversion.checkpoint import Checkpoint, CheckpointError
-from conversion.files import complete_or_absent, whole_file
+from common.errors import UserError
+from common.files import complete_or_absent, whole_file
+from conversion.checkpoint import Checkpoint
 from conversion.port import port
 from tests.conversion.checkpoints import all_tensors
 from tests.families import BY_NAME, tokens
@@ -79,10 +80,10 @@ def test_a_full_disk(source, tmp_path, monkeypatch):
     if mounted.returncode:
         pytest.skip("no permission to mount a small file system")
     try:
-        with pytest.raises(CheckpointError, match=r"MiB are needed, 0 are free"):
+        with pytest.raises(UserError, match=r"MiB are needed, 0 are free"):
             port(str(source), disk / "target")
         assert list(disk.iterdir()) == []
-        monkeypatch.setattr("conversion.files.shutil.disk_usage", lambda _: shutil._ntuple_diskusage(2**40, 0, 2**40))
+        monkeypatch.setattr("common.files.shutil.disk_usage", lambda _: shutil._ntuple_diskusage(2**40, 0, 2**40))
         with pytest.raises(OSError, match="No space left"):  # another program was faster
             port(str(source), disk / "target")
         assert list(disk.iterdir()) == []
@@ -93,7 +94,7 @@ def test_a_full_disk(source, tmp_path, monkeypatch):
 def test_a_running_writer_is_not_disturbed(source, tmp_path):
     with complete_or_absent(tmp_path / "target") as folder:
         (folder / "file").write_text("mine")
-        with pytest.raises(CheckpointError, match="another process is writing it"):
+        with pytest.raises(UserError, match="another process is writing it"):
             port(str(source), tmp_path / "target")
     assert contents(tmp_path / "target") == {(tmp_path / "target" / "file").relative_to(tmp_path / "target"): b"mine"}
 
@@ -152,7 +153,7 @@ def test_shards_are_cloned_where_the_file_system_can(source, tmp_path, monkeypat
         cloned.append(reader)
 
     monkeypatch.setattr(fcntl, "ioctl", clone)
-    monkeypatch.setattr("conversion.files.shutil.disk_usage", lambda _: shutil._ntuple_diskusage(0, 0, 0))
+    monkeypatch.setattr("common.files.shutil.disk_usage", lambda _: shutil._ntuple_diskusage(0, 0, 0))
     port(str(source), tmp_path / "target")
     assert len(cloned) == len(Checkpoint(source).shards)
     kept = all_tensors(tmp_path / "target")
@@ -163,5 +164,5 @@ def test_no_write_permission(source, tmp_path, monkeypatch):
     (tmp_path / "closed").mkdir(mode=0o555)
     if os.geteuid() == 0:  # root may write anywhere; ask as someone else
         monkeypatch.setattr(os, "access", lambda path, mode: mode & os.W_OK == 0)
-    with pytest.raises(CheckpointError, match=r"no permission to write in .*closed"):
+    with pytest.raises(UserError, match=r"no permission to write in .*closed"):
         port(str(source), tmp_path / "closed" / "target")

@@ -1,0 +1,104 @@
+"""Errors that a user can cause and mend: one line, and an exit status. Every command is made by `command_line` here.
+
+Exit status: 0 done, 1 the answer is no (a port that differs, a benchmark that failed), 2 it could not be run. A
+traceback is left for faults of this project.
+"""
+
+import contextlib
+import os
+import sys
+from collections.abc import Iterator
+
+import typer
+from typer.core import TyperGroup
+from typer.exceptions import TyperException
+
+
+class UserError(ValueError):
+    """What a user can mend; the message names the file or setting, what was found and what was expected."""
+
+    status = 2
+
+
+class AnswerIsNo(UserError):
+    """What was asked was found out, and the answer is no: a port that does not compute what its source computes."""
+
+    status = 1
+
+
+@contextlib.contextmanager
+def reading(what: object) -> Iterator[None]:
+    """Say of whatever a library raises as it reads something of the user's what that was.
+
+    Around the call of the library and nothing else: parsers of foreign files raise what they like, from bare
+    `Exception` (tokenizers) over `KeyError` to `RecursionError`, and a fault of ours must not pass for the file's.
+
+    Raises:
+        UserError: in place of any other exception.
+    """
+    try:
+        yield
+    except UserError:
+        raise
+    except (KeyboardInterrupt, SystemExit, GeneratorExit):
+        raise
+    except BaseException as error:  # PyO3's panics are no `Exception`
+        raise UserError(f"{what} cannot be read: {describe(error)}") from error
+
+
+def describe(error: BaseException) -> str:
+    """An exception in one line, with its kind where the words alone do not say what happened."""
+    if isinstance(error, OSError) and error.strerror:
+        return f"{error.filename}: {error.strerror}" if error.filename is not None else error.strerror
+    if isinstance(error, MemoryError):
+        return "not enough memory"
+    if isinstance(error, RecursionError):
+        return "it is nested too deeply"
+    words = one_line(str(error))
+    kind = type(error).__name__
+    return words if isinstance(error, UserError) or " " in words else f"{kind}: {words}" if words else kind
+
+
+def one_line(text: str, length: int = 600) -> str:
+    """A text without line breaks or control characters, cut where it is endless."""
+    words = " ".join("".join(char if char.isprintable() else " " for char in text).split())
+    return words if len(words) <= length else f"{words[: length - 1]}…"
+
+
+@contextlib.contextmanager
+def one_line_errors() -> Iterator[None]:
+    """End the process with one line and an exit status for what a user can cause."""
+    try:
+        yield
+    except UserError as error:
+        _stop(str(error), error.status)
+    except (TyperException, typer.Exit, typer.Abort):
+        raise  # typer's own: usage errors, and commands that are done
+    except BrokenPipeError:  # the reader of our output has gone, as `head` does
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        raise SystemExit(1) from None
+    except (OSError, MemoryError, RecursionError) as error:
+        _stop(describe(error), 2)
+    except Exception:
+        typer.echo(
+            "This is a fault of this project, not of what you gave it. Please report it with these lines:", err=True
+        )
+        raise
+
+
+def _stop(message: str, status: int) -> None:
+    typer.echo(f"error: {message.encode(errors='backslashreplace').decode()}", err=True)
+    raise SystemExit(status) from None
+
+
+class _Commands(TyperGroup):
+    def invoke(self, ctx: typer.Context):
+        with one_line_errors():
+            return super().invoke(ctx)
+
+
+def command_line(purpose: str) -> typer.Typer:
+    """A typer app whose commands end in one line and an exit status for what a user can cause."""
+    return typer.Typer(
+        cls=_Commands, no_args_is_help=True, pretty_exceptions_enable=False, help=purpose, rich_markup_mode=None
+    )
