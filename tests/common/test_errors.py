@@ -64,7 +64,7 @@ def test_what_a_library_raises_names_the_file(error):
 
 
 def test_what_is_one_line_already_stays():
-    with pytest.raises(UserError, match="^a.json: no model_type$"), reading("a"):
+    with pytest.raises(UserError, match=r"^a\.json: no model_type$"), reading("a"):
         raise UserError("a.json: no model_type")
 
 
