@@ -3,10 +3,15 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: demo test test-oldest lint clean
+.PHONY: demo check test test-oldest lint clean
 
 demo: .venv/ready
 	$(BIN)/python -m demo
+
+# For every change: lint, types and the quick tests.
+check: .venv/ready lint
+	$(BIN)/pyrefly check
+	HF_HUB_OFFLINE=1 $(BIN)/python -m pytest -n 2 --dist loadgroup -m quick
 
 test: .venv/ready lint
 	HF_HUB_OFFLINE=1 $(BIN)/python -m pytest -n 2 --dist loadgroup

@@ -1,4 +1,4 @@
-"""Writing folders and files that are complete or absent, and taking over large files cheaply."""
+"""Reading nothing but files, writing what is complete or absent, and taking over large files cheaply."""
 
 import contextlib
 import errno
@@ -15,11 +15,12 @@ from .errors import UserError
 
 
 FICLONE = 0x40049409  # ioctl of Linux: share the blocks of a file, copy on write
+NO_CLONES = (errno.EOPNOTSUPP, errno.ENOTTY, errno.EXDEV, errno.EINVAL, errno.ENOSYS, errno.EPERM)
 CHUNK = 16 * 2**20
 
 
 def check_target(target: Path, source: str) -> None:
-    """Refuse a target that is taken, lies within the source, or cannot be written.
+    """Refuse a target that is taken, being written, within the source, or cannot be written.
 
     Raises:
         UserError: says which, before anything is written.
@@ -38,6 +39,53 @@ def check_target(target: Path, source: str) -> None:
     ancestor = next(parent for parent in target.parents if parent.exists())
     if not ancestor.is_dir() or not os.access(ancestor, os.W_OK | os.X_OK):
         raise UserError(f"{target}: no permission to write in {ancestor}.")
+    if _is_being_written(target):
+        raise UserError(f"{target}: another process is writing it ({incomplete(target)}).")
+
+
+def check_file(path: Path) -> None:
+    """Refuse what is no file, before it is opened: a pipe or a device would keep its reader waiting.
+
+    Raises:
+        UserError: names the path, and where a dead link leads.
+    """
+    try:
+        mode = path.stat().st_mode
+    except FileNotFoundError:
+        link = f"a link to {path.readlink()}, which is " if path.is_symlink() else ""
+        raise UserError(f"{path} is {link}missing.") from None
+    if not stat.S_ISREG(mode):
+        raise UserError(f"{path} is no file but {'a folder' if stat.S_ISDIR(mode) else 'a pipe, socket or device'}.")
+
+
+def check_link(path: Path, folder: Path) -> None:
+    """Refuse a link that leads out of a folder; a snapshot of the hub's cache links to the blobs beside it.
+
+    Raises:
+        UserError: says where it leads.
+    """
+    real, folder = path.resolve(), folder.resolve()
+    inside = [folder, *(above.parent / "blobs" for above in folder.parents if above.name == "snapshots")]
+    if not any(real.is_relative_to(place) for place in inside):
+        raise UserError(
+            f"{path} is a link to {real}, outside of {folder}: it is not followed. Put a copy there, or remove it."
+        )
+
+
+def files_below(folder: Path) -> Iterator[Path]:
+    """The files below a folder, sorted, without hidden ones. A link to a folder, which could lead in circles, is one.
+
+    Raises:
+        OSError: a folder cannot be read.
+    """
+
+    def fail(error: OSError):
+        raise error
+
+    for directory, folders, names in os.walk(folder, onerror=fail):
+        folders[:] = sorted(name for name in folders if not name.startswith("."))
+        links = [name for name in folders if os.path.islink(os.path.join(directory, name))]
+        yield from (Path(directory) / name for name in sorted(names + links) if not name.startswith("."))
 
 
 @contextlib.contextmanager
@@ -94,9 +142,23 @@ def incomplete(path: Path) -> Path:
 def _claimed(final: Path, partial: Path, make: Callable[[], object], flags: int = 0) -> Iterator[None]:
     """Make the place where `final` is written and hold a lock on it, alone of all processes.
 
-    A link under that name is not followed: it would have another folder emptied, or another file written.
+    A link under that name is not followed: it would have another folder emptied, or another file written. Folders that
+    are made on the way are removed after an error.
     """
+    made = [parent for parent in final.parents if not parent.exists()]
     final.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        with _locked(final, partial, make, flags):
+            yield
+    except BaseException:
+        for parent in made:
+            with contextlib.suppress(OSError):  # another writer's work lies there
+                parent.rmdir()
+        raise
+
+
+@contextlib.contextmanager
+def _locked(final: Path, partial: Path, make: Callable[[], object], flags: int) -> Iterator[None]:
     kind = stat.S_IFDIR if flags & os.O_DIRECTORY else stat.S_IFREG
     while True:
         if partial.is_symlink():
@@ -119,6 +181,20 @@ def _claimed(final: Path, partial: Path, make: Callable[[], object], flags: int 
             if _is_at(descriptor, partial):  # else the lock is on what another writer has moved to its final name
                 yield
                 return
+
+
+def _is_being_written(final: Path) -> bool:
+    try:
+        descriptor = os.open(incomplete(final), os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+    except OSError:
+        return False
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    finally:
+        os.close(descriptor)
+    return False
 
 
 def _is_at(descriptor: int, path: Path) -> bool:
@@ -148,8 +224,30 @@ def _sync_file(path: Path) -> None:
         os.close(descriptor)
 
 
+def write_new(path: Path, text: str) -> None:
+    """Write a text to a file that is not there yet: what is there may be another's, through a hard link."""
+    with open(path, "x", encoding="utf-8") as file:
+        file.write(text)
+
+
+def copy_new(source: Path, target: Path) -> None:
+    """Copy a file to a place where nothing is yet, making its folder."""
+    check_file(source)
+    target.parent.mkdir(parents=True, exist_ok=True)
+    with open(source, "rb") as reader, open(target, "xb") as writer:
+        shutil.copyfileobj(reader, writer)
+
+
+def move(files: dict[Path, Path]) -> None:
+    """Give each file its new place on the same file system, where nothing is yet."""
+    for source, target in files.items():
+        if os.path.lexists(target):
+            raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(target))
+        os.rename(source, target)
+
+
 def take_over(files: dict[Path, Path], link: bool = False) -> None:
-    """Make each target file the same as its source: by a clone where the file system can, else by a copy.
+    """Make each target, where nothing is yet, the same as its source: by a clone where possible, else by a copy.
 
     Args:
         files: from source to target. A symbolic link (as in the hub's cache) counts as the file it points to.
@@ -168,25 +266,36 @@ def take_over(files: dict[Path, Path], link: bool = False) -> None:
         return
 
     to_copy = {source: target for source, target in files.items() if not _clone(source, target)}
-    needed, parent = sum(source.stat().st_size for source in to_copy), next(iter(files.values())).parent
-    free = shutil.disk_usage(parent).free
-    if needed > free:
-        raise UserError(f"{parent.parent}: {needed / 2**20:,.0f} MiB are needed, {free / 2**20:,.0f} are free.")
+    needed = sum(source.stat().st_size for source in to_copy)
+    check_space(next(iter(files.values())).parent, needed)
     with tqdm(total=needed, unit="B", unit_scale=True, desc="copying shards", disable=not to_copy) as bar:
         for source, target in to_copy.items():
-            with open(source, "rb") as reader, open(target, "wb") as writer:
+            with open(source, "rb") as reader, open(target, "xb") as writer:
                 while chunk := reader.read(CHUNK):
                     writer.write(chunk)
                     bar.update(len(chunk))
 
 
+def check_space(folder: Path, needed: int) -> None:
+    """Refuse to write more bytes to a folder than fit.
+
+    Raises:
+        UserError: says how many are needed and free.
+    """
+    free = shutil.disk_usage(folder).free
+    if needed > free:
+        raise UserError(f"{folder.parent}: {needed / 2**20:,.0f} MiB are needed, {free / 2**20:,.0f} are free.")
+
+
 def _clone(source: Path, target: Path) -> bool:
-    """Share the source's blocks copy-on-write; False where the file system cannot."""
-    with open(source, "rb") as reader, open(target, "wb") as writer:
+    """Share the source's blocks copy-on-write; False, and no target, where the file system cannot."""
+    with open(source, "rb") as reader, open(target, "xb") as writer:
         try:
             fcntl.ioctl(writer.fileno(), FICLONE, reader.fileno())
         except OSError as error:
-            if error.errno in (errno.EOPNOTSUPP, errno.ENOTTY, errno.EXDEV, errno.EINVAL, errno.ENOSYS, errno.EPERM):
-                return False
-            raise
-    return True
+            if error.errno not in NO_CLONES:
+                raise
+        else:
+            return True
+    target.unlink()
+    return False

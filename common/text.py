@@ -3,6 +3,7 @@
 from pathlib import Path
 
 from .errors import UserError, describe
+from .files import check_file
 
 
 SAMPLE = """\
@@ -28,10 +29,11 @@ def read_text(path: Path | None) -> tuple[str, str]:
     """The text of a file, or the built-in sample, and what to call it.
 
     Raises:
-        UserError: the file cannot be read as UTF-8, or is empty.
+        UserError: it is no file, cannot be read as UTF-8, or is empty.
     """
     if path is None:
         return SAMPLE, "the built-in sample"
+    check_file(path)
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:

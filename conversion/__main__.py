@@ -25,6 +25,11 @@ NumBlocks = Annotated[int | None, typer.Option(help="The number of blocks, in pl
 Text = Annotated[Path | None, typer.Option(help="A UTF-8 text file, in place of the built-in sample.")]
 
 
+def say(report: object) -> None:
+    """Print a report; the bytes of a file's name may be no text."""
+    typer.echo(str(report).encode(errors="backslashreplace").decode())
+
+
 @app.command(epilog="Example: python -m conversion port HuggingFaceTB/SmolLM2-135M-Instruct ported --num-blocks 8")
 def port(
     source: Source,
@@ -40,21 +45,21 @@ def port(
     With --link a program that writes into one folder's shards in place changes the other's; transformers'
     save_pretrained writes new files, so it does not.
     """
-    print(port_checkpoint(source, target, Blocks(mode, block_size, num_blocks), link, verify))
+    say(port_checkpoint(source, target, Blocks(mode, block_size, num_blocks), link, verify))
 
 
 @app.command(epilog="Example: python -m conversion verify HuggingFaceTB/SmolLM2-135M-Instruct ported")
 def verify(source: Source, target: Annotated[str, typer.Argument(help="Its port.")], text: Text = None) -> None:
     """Compare a port with its source: tensors byte for byte, and logits on a text. Exit status 1 beyond tolerance."""
     verification = verify_checkpoint(source, target, text)
-    print(verification)
+    say(verification)
     raise typer.Exit(0 if verification.passed else 1)
 
 
 @app.command(epilog="Example: python -m conversion export ported back")
 def export(source: Annotated[str, typer.Argument(help="A port whose queries are zero.")], target: Target) -> None:
     """Write a port as a checkpoint of its base family again. Refused once its queries are trained."""
-    print(export_checkpoint(source, target))
+    say(export_checkpoint(source, target))
 
 
 @app.command(epilog="Example: python -m conversion upcycle HuggingFaceTB/SmolLM2-135M moe --experts 4 --top-k 2")
@@ -73,7 +78,7 @@ def upcycle(
 ) -> None:
     """Turn a dense Llama into a Mixtral whose experts start as copies of its MLP, with depth attention."""
     blocks = Blocks(mode, block_size, num_blocks)
-    print(upcycle_checkpoint(source, target, experts, top_k, blocks, expert_noise, seed))
+    say(upcycle_checkpoint(source, target, experts, top_k, blocks, expert_noise, seed))
 
 
 @app.command(epilog="Example: python -m conversion inspect ported --entropy")
@@ -83,7 +88,7 @@ def inspect(
     entropy: Annotated[bool, typer.Option("--entropy", help="Run it on a text for its depth weights.")] = False,
 ) -> None:
     """Say what a checkpoint is: family, mode, blocks, and how far its queries have moved from zero."""
-    print(inspect_checkpoint(path, text, entropy))
+    say(inspect_checkpoint(path, text, entropy))
 
 
 if __name__ == "__main__":

@@ -7,6 +7,7 @@ is checked by letting transformers load tensors without storage, by its own nami
 import contextlib
 import copy
 import json
+import math
 import re
 import tempfile
 from collections.abc import Callable, Iterator
@@ -18,18 +19,26 @@ import torch
 import transformers
 from huggingface_hub import snapshot_download
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
-from safetensors import SafetensorError, safe_open
-from transformers import AutoModelForCausalLM, AutoTokenizer
-from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
+from safetensors import safe_open
+from transformers.utils import ADAPTER_CONFIG_NAME, SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
 import modeling_attnres
-from common.errors import UserError
+from common.errors import UserError, describe, reading
+from common.files import check_file, files_below
 from modeling_attnres import config_name, is_attnres_type, is_depth_parameter
+
+from .gguf import dequantise
 
 
 CONFIG_NAME = "config.json"
 PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt")
-OTHER_WEIGHTS = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.gguf", "*.h5", "*.msgpack", "*.onnx", "*.ot", "original/*")
+OTHER_WEIGHTS = (  # and what else belongs to a training, by path as `fnmatch` has it
+    *("*.bin", "*.pt", "*.pth", "*.ckpt", "*.gguf", "*.h5", "*.msgpack", "*.onnx", "*.ot", "consolidated*.safetensors"),
+    *("original/*", "*/original/*", "checkpoint-*/*", "*/checkpoint-*/*"),
+)
+SIZE = re.compile(r"size|dim|rank|state|num|n_|layers|experts|heads|labels")  # fields that make a model large
+LARGEST = 2**20  # more would fill the memory before any tensor is compared
+
 
 # How a quantised checkpoint differs from a plain one: tensors that come with a weight. Others are not known to work.
 QUANTISATION_TENSORS = {
@@ -52,7 +61,7 @@ class Checkpoint:
         folder: the folder.
 
     Raises:
-        CheckpointError: the folder is no readable safetensors checkpoint.
+        UserError: the folder is no readable safetensors checkpoint, or holds what cannot be read as files.
     """
 
     folder: Path
@@ -60,10 +69,20 @@ class Checkpoint:
     weight_map: dict[str, str] = field(init=False)  # tensor name -> shard file name
 
     def __post_init__(self):
+        for path in files_below(self.folder):
+            if not path.is_dir():  # a link to one
+                check_file(path)
+        if (self.folder / ADAPTER_CONFIG_NAME).exists():
+            raise CheckpointError(
+                f"{self.folder} holds an adapter ({ADAPTER_CONFIG_NAME}), which transformers loads on top of a model's "
+                "weights: merge it (python -m training merge), or move it elsewhere."
+            )
         self.config = read_json(self.folder / CONFIG_NAME)
         if not isinstance(self.config.get("model_type"), str):
             raise CheckpointError(f"{self.folder / CONFIG_NAME}: no model_type; expected a config of transformers.")
         self.weight_map = self._read_weight_map()
+        if not self.weight_map:
+            raise CheckpointError(f"{self.folder}: its shards hold no tensors.")
 
     def _read_weight_map(self) -> dict[str, str]:
         single, index = self.folder / SAFE_WEIGHTS_NAME, self.folder / SAFE_WEIGHTS_INDEX_NAME
@@ -74,7 +93,7 @@ class Checkpoint:
             raise CheckpointError(_no_weights(self.folder))
 
         weight_map = read_json(index, unique_keys=True).get("weight_map")
-        if not isinstance(weight_map, dict) or not weight_map:
+        if not isinstance(weight_map, dict) or not all(isinstance(name, str) for name in weight_map.values()):
             raise CheckpointError(f"{index}: no weight_map; expected one from tensor names to shard files.")
         found_in: dict[str, str] = {}
         for name in sorted(set(weight_map.values())):
@@ -107,7 +126,7 @@ class Checkpoint:
         """Shape and dtype (as safetensors names it) of every tensor, from the headers."""
         described = {}
         for name in self.shards:
-            with open_shard(self.folder / name) as shard:
+            with open_shard(self.folder / name) as shard, reading(self.folder / name):
                 for tensor in shard.keys():
                     view = shard.get_slice(tensor)
                     described[tensor] = (tuple(view.get_shape()), view.get_dtype())
@@ -118,7 +137,13 @@ class Checkpoint:
         """A function from a tensor's name to the tensor, read when asked for. Every shard is opened once."""
         with contextlib.ExitStack() as stack:
             shards = {name: stack.enter_context(open_shard(self.folder / name)) for name in self.shards}
-            yield lambda name: shards[self.weight_map[name]].get_tensor(name)
+
+            def read(name: str) -> torch.Tensor:
+                shard = self.weight_map[name]
+                with reading(f"{self.folder / shard}: {name}"):
+                    return shards[shard].get_tensor(name)
+
+            yield read
 
     @property
     def is_attnres(self) -> bool:
@@ -157,6 +182,25 @@ class Checkpoint:
             raise self.not_portable(error) from error
         return config_class
 
+    def read_config(self) -> transformers.PreTrainedConfig:
+        """The config, as one of this checkpoint's family with Attention Residuals.
+
+        Raises:
+            CheckpointError: it cannot be one, or would be larger than what its tensors allow.
+        """
+        config_class, file = self.config_class, self.folder / CONFIG_NAME
+        layers = 1 + max((layer for layer in map(_layer, self.weight_map) if layer is not None), default=-1)
+        for name in {"num_hidden_layers", getattr(config_class, "attribute_map", {}).get("num_hidden_layers")}:
+            if isinstance(count := self.config.get(name), int) and count > layers:
+                raise CheckpointError(f"{file}: {name} is {count}, but the tensors' names have {layers} layers.")
+        for name, value in _fields(self.config):
+            if isinstance(value, int) and value > LARGEST and SIZE.search(name):
+                raise CheckpointError(f"{file}: {name} is {value}, expected at most {LARGEST}.")
+            if name.endswith(("eps", "epsilon")) and isinstance(value, int | float) and not 0 <= value < math.inf:
+                raise CheckpointError(f"{file}: {name} is {value}, expected a finite number that is not negative.")
+        with reading(file):
+            return config_class.from_pretrained(self.folder)
+
     def not_portable(self, reason: object) -> CheckpointError:
         """The error that says why the family cannot be ported."""
         return CheckpointError(f"{self.folder}: the family {self.config['model_type']!r} cannot be ported: {reason}")
@@ -167,6 +211,10 @@ class Checkpoint:
         settings = self.config.get("quantization_config")
         if settings is None:
             return None
+        if not isinstance(settings, dict):
+            raise CheckpointError(
+                f"{self.folder / CONFIG_NAME}: quantization_config is {settings!r}; expected an object."
+            )
         method = str(settings.get("quant_method"))
         if method not in QUANTISATION_TENSORS:
             raise CheckpointError(
@@ -189,7 +237,7 @@ class Checkpoint:
             )
         shape = [config.attn_res_layout.num_sites, config.hidden_size]
         with self.open_tensors() as read:
-            norm, query = (read(name) for name in names)
+            norm, query = (read(name).float() for name in names)
         for name, tensor in zip(names, (norm, query)):
             if list(tensor.shape) != shape:
                 raise CheckpointError(
@@ -200,9 +248,10 @@ class Checkpoint:
         return query, norm
 
     def check_fit(self, config: transformers.PreTrainedConfig) -> None:
-        """Check that the tensors are those that the config's model expects, depth parameters aside.
+        """Check that the tensors are those that the config's model expects; depth parameters may be yet to be added.
 
         Transformers loads tensors that have a shape but no storage, so names, merging rules and shapes are its own.
+        Layers that predict further tokens (DeepSeek's MTP), behind the others, are known to be in no model.
 
         Raises:
             CheckpointError: tensors are missing, unexpected or of another shape, or the model cannot be built.
@@ -213,7 +262,8 @@ class Checkpoint:
             if quantisation is not None and dtype in ("U8", "I8"):
                 packed.add(name)  # several values to a byte: the shape says nothing
             if quantisation is None or not quantisation.search(name):
-                tensors[name] = torch.empty(shape, device="meta")
+                with reading(f"{self.folder}: {name}"):
+                    tensors[name] = torch.empty(shape, device="meta")
         if quantisation is not None:
             del config.quantization_config  # the weights' own shapes are checked, not how a kernel wants them
         with quiet_transformers():
@@ -226,26 +276,29 @@ class Checkpoint:
                     output_loading_info=True,
                     ignore_mismatched_sizes=True,
                 )
-            except RuntimeError as error:
-                raise CheckpointError(f"{self.folder}: tensors do not fit {CONFIG_NAME}: {error}") from error
             except (AttributeError, TypeError) as error:  # what depth attention needs is not there
-                raise self.not_portable(error) from error
+                raise self.not_portable(describe(error)) from error
+            except Exception as error:  # families say of their fields what they like, in any way
+                raise CheckpointError(f"{self.folder}: tensors do not fit {CONFIG_NAME}: {describe(error)}") from error
         for name, shape, expected in sorted(found["mismatched_keys"]):
             if name in packed:
                 continue
             raise CheckpointError(
                 f"{self.folder}: {name} has shape {list(shape)}, but {CONFIG_NAME} implies {list(expected)}."
             )
-        depth, expected = sorted(filter(is_depth_parameter, found["missing_keys"])), self.expected_depth_names
+        depth = sorted(filter(is_depth_parameter, found["missing_keys"]))
+        expected = [name for name in self.expected_depth_names if name not in self.weight_map]
         if depth != expected:
             raise self.not_portable(f"its depth parameters are {depth}, expected {expected}.")
         missing = sorted(set(found["missing_keys"]).difference(depth))
         if missing:
             raise CheckpointError(f"{self.folder}: no shard holds {_some(missing)}, which {CONFIG_NAME} implies.")
-        if found["unexpected_keys"]:
+        layers, further = config.num_hidden_layers, self.config.get("num_nextn_predict_layers")
+        known = range(layers, layers + further) if isinstance(further, int) else ()
+        unexpected = sorted(name for name in found["unexpected_keys"] if _layer(name) not in known)
+        if unexpected:
             raise CheckpointError(
-                f"{self.folder}: {_some(sorted(found['unexpected_keys']))} has no place in the model that "
-                f"{CONFIG_NAME} describes."
+                f"{self.folder}: {_some(unexpected)} has no place in the model that {CONFIG_NAME} describes."
             )
 
 
@@ -257,6 +310,18 @@ def is_known_lossless(model_type: str) -> bool:
 def model_class(config_class: type[transformers.PreTrainedConfig], has_head: bool) -> type:
     """The class of a family's models: causal LM, or without a head."""
     return getattr(modeling_attnres, config_class.class_names()["AutoModelForCausalLM" if has_head else "AutoModel"])
+
+
+def _fields(config: dict) -> Iterator[tuple[str, object]]:
+    """The fields of a config, and of configs within it."""
+    for name, value in config.items():
+        yield from _fields(value) if isinstance(value, dict) else [(name, value)]
+
+
+def _layer(name: str) -> int | None:
+    """The layer that a tensor's name says it belongs to: the first number in it."""
+    match = re.search(r"(?:^|\.)(\d{1,9})\.", name)
+    return match and int(match[1])
 
 
 def _some(names: list[str]) -> str:
@@ -299,12 +364,9 @@ def read_json(path: Path, unique_keys: bool = False) -> dict:
             raise CheckpointError(f"{path}: {twice!r} is named twice.")
         return dict(pairs)
 
-    try:
+    check_file(path)
+    with reading(f"{path} as JSON"):
         content = json.loads(path.read_text(encoding="utf-8"), object_pairs_hook=unique)
-    except FileNotFoundError:
-        raise CheckpointError(f"{path} is missing.") from None
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise CheckpointError(f"{path} is not JSON: {error}.") from error
     if not isinstance(content, dict):
         raise CheckpointError(f"{path}: expected a JSON object, found a {type(content).__name__}.")
     return content
@@ -312,24 +374,24 @@ def read_json(path: Path, unique_keys: bool = False) -> dict:
 
 def open_shard(path: Path):
     """Open a safetensors file, as a context; its header is checked against the file's size and for overlaps."""
-    try:
+    check_file(path)
+    with reading(f"{path} as a whole safetensors file"):
         return safe_open(path, framework="pt")
-    except SafetensorError as error:
-        raise CheckpointError(f"{path} is not a whole safetensors file: {error}.") from error
 
 
 @contextlib.contextmanager
-def open_source(source: str) -> Iterator[Checkpoint]:
+def open_source(source: str, scratch: Path | None = None) -> Iterator[Checkpoint]:
     """Open a local folder, a GGUF file, or a hub id (downloaded, or found in the cache).
 
-    A GGUF file is first dequantised by transformers into a temporary folder.
+    A GGUF file is first dequantised by transformers into a temporary folder, which is made in `scratch`.
     """
     path = Path(source).expanduser()
     if path.is_dir():
         yield Checkpoint(path)
-    elif path.suffix == ".gguf" and path.is_file():
-        with tempfile.TemporaryDirectory(prefix="attnres-gguf-") as folder:
-            _dequantise_gguf(path, Path(folder))
+    elif path.suffix == ".gguf" and path.exists():
+        with tempfile.TemporaryDirectory(prefix=".gguf-", dir=scratch) as folder:
+            with quiet_transformers():
+                dequantise(path, Path(folder))
             yield Checkpoint(Path(folder))
     elif path.exists():
         raise CheckpointError(f"{source} is neither a checkpoint folder nor a .gguf file.")
@@ -337,13 +399,7 @@ def open_source(source: str) -> Iterator[Checkpoint]:
         try:
             folder = snapshot_download(source, ignore_patterns=list(OTHER_WEIGHTS))
         except (HFValidationError, HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
-            raise CheckpointError(f"{source} is no local path, and not to be had from the hub: {error}") from error
+            raise CheckpointError(
+                f"{source} is no local path, and not to be had from the hub: {describe(error)}"
+            ) from error
         yield Checkpoint(Path(folder))
-
-
-def _dequantise_gguf(path: Path, folder: Path) -> None:
-    where = {"pretrained_model_name_or_path": path.parent, "gguf_file": path.name}
-    quantization = transformers.GgufConfig(dequantize=True)  # else transformers refuses to save the model
-    model = AutoModelForCausalLM.from_pretrained(**where, quantization_config=quantization, dtype=torch.float32)
-    model.save_pretrained(folder)
-    AutoTokenizer.from_pretrained(**where).save_pretrained(folder)

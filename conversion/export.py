@@ -7,12 +7,12 @@ import torch
 from huggingface_hub.constants import REPOCARD_NAME
 from transformers import PreTrainedConfig
 
-from common.files import check_target, complete_or_absent, take_over
+from common.files import check_target, complete_or_absent, take_over, write_new
 from model_cards.provenance import NAME as PROVENANCE
 from modeling_attnres.configuration_attnres import PREFIX, AttnResConfigMixin
 
 from .checkpoint import CONFIG_NAME, Checkpoint, CheckpointError, model_class, open_source
-from .writing import code_files, copy_other_files, save_shard, shard_name, write_index
+from .writing import copy_other_files, numbered, save_shard, write_index
 
 
 @dataclass(frozen=True)
@@ -35,44 +35,48 @@ def export(source: str, target: Path) -> ExportReport:
     """Write an Attention Residuals checkpoint as one of its base family.
 
     Raises:
-        CheckpointError: the source is none, its queries are trained, or it was not ported.
+        UserError: the source is none, its queries are trained, or it was not ported.
     """
     check_target(target, source)
-    with open_source(source) as checkpoint:
-        check_exportable(checkpoint)
-        config = checkpoint.config_class.from_pretrained(checkpoint.folder)
-        base_type = config.base_model_type()
-        with complete_or_absent(target) as folder:
-            write_base_shards(checkpoint, folder)
-            ours = (PROVENANCE, REPOCARD_NAME) if (checkpoint.folder / PROVENANCE).exists() else ()
-            copy_other_files(checkpoint, folder, without=(*(path.name for path in code_files()), *ours))
-            dropped = {*(field.name for field in fields(AttnResConfigMixin)), "auto_map", "architectures", "model_type"}
-            kept = {key: value for key, value in config.to_dict().items() if key not in dropped}
-            base = config.base_class(**kept)
-            base.architectures = [model_class(type(config), checkpoint.has_head).__name__.removeprefix(PREFIX)]
-            base.to_json_file(folder / CONFIG_NAME)
-        return ExportReport(target, base_type, len(checkpoint.depth_names))
+    with complete_or_absent(target) as folder, open_source(source, folder) as checkpoint:
+        config = check_exportable(checkpoint)
+        write_base_shards(checkpoint, folder)
+        ours = (PROVENANCE, REPOCARD_NAME) if (checkpoint.folder / PROVENANCE).exists() else ()
+        copy_other_files(checkpoint, folder, ours)
+        dropped = {*(field.name for field in fields(AttnResConfigMixin)), "auto_map", "architectures", "model_type"}
+        kept = {key: value for key, value in config.to_dict().items() if key not in dropped}
+        base = config.base_class(**kept)
+        base.architectures = [model_class(type(config), checkpoint.has_head).__name__.removeprefix(PREFIX)]
+        write_new(folder / CONFIG_NAME, base.to_json_string())
+    return ExportReport(target, config.base_model_type(), len(checkpoint.depth_names))
 
 
-def check_exportable(checkpoint: Checkpoint) -> None:
-    """Refuse a checkpoint that its base family would not compute alike."""
+def check_exportable(checkpoint: Checkpoint) -> PreTrainedConfig:
+    """The config of a checkpoint that its base family would compute alike.
+
+    Raises:
+        CheckpointError: it would not; says why.
+    """
     if not checkpoint.is_attnres:
         raise CheckpointError(
             f"{checkpoint.folder} is no Attention Residuals checkpoint but a {checkpoint.config['model_type']!r}."
         )
-    if checkpoint.config.get("attn_res_mode") == "none":
-        return
-    norms = query_norms(checkpoint, checkpoint.config_class.from_pretrained(checkpoint.folder))
+    config = checkpoint.read_config()
+    checkpoint.check_fit(config)
+    if config.attn_res_mode == "none":
+        return config
+    norms = query_norms(checkpoint, config)
     trained = {site: norm for site, norm in norms.items() if norm > 0}
     if trained:
         raise CheckpointError(
             f"{checkpoint.folder}: {len(trained)} of {len(norms)} queries are trained (the largest norm is "
             f"{max(trained.values()):.3g}); no model of the base family computes the same."
         )
-    if not checkpoint.config.get("attn_res_scale_norm_eps"):
+    if not config.attn_res_scale_norm_eps:
         raise CheckpointError(
             f"{checkpoint.folder}: attn_res_scale_norm_eps is off, so its norms use another epsilon than the base's."
         )
+    return config
 
 
 def query_norms(checkpoint: Checkpoint, config: PreTrainedConfig) -> dict[int, float]:
@@ -93,7 +97,7 @@ def write_base_shards(checkpoint: Checkpoint, folder: Path) -> None:
         if tensor not in depth:
             kept.setdefault(shard, []).append(tensor)
     mixed = {checkpoint.weight_map[name] for name in depth}
-    names = {old: shard_name(index, len(kept)) for index, old in enumerate(sorted(kept), start=1)}
+    names = numbered(kept, len(kept))
     whole = {checkpoint.folder / old: folder / new for old, new in names.items() if old not in mixed}
     if whole:
         take_over(whole)

@@ -6,11 +6,13 @@ from pathlib import Path
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedConfig
 
+from common.errors import UserError, reading
 from common.text import read_text
 from model_cards.blocks import describe_blocks, draw_blocks
 
 from .checkpoint import Checkpoint, CheckpointError, is_known_lossless, open_source, quiet_transformers
 from .export import query_norms
+from .port import Blocks, check_portable
 from .verify import tokenize
 
 
@@ -57,8 +59,8 @@ def _site(site: int, num_layers: int) -> str:
 
 def _portable(checkpoint: Checkpoint) -> str:
     try:
-        known = is_known_lossless(checkpoint.config_class.base_model_type())
-    except CheckpointError as error:
+        known = is_known_lossless(check_portable(checkpoint, Blocks()).base_model_type())
+    except UserError as error:
         return f"no: {error}"
     return "yes" if known else "if its port passes verification: its family is not among those tested to be lossless"
 
@@ -72,14 +74,14 @@ def inspect(source: str, text: Path | None = None, with_entropy: bool = False) -
         with_entropy: run it on the built-in sample where no file is given.
 
     Raises:
-        CheckpointError: it cannot be read, its depth tensors are not what its config implies, or the entropy is asked
+        UserError: it cannot be read, its depth tensors are not what its config implies, or the entropy is asked
             of a model without depth attention or head.
     """
     with open_source(source) as checkpoint:
         family = checkpoint.config["model_type"]
         if not checkpoint.is_attnres:
             return Inspection(source, family, _portable(checkpoint), None, 0, {}, None)
-        config = checkpoint.config_class.from_pretrained(checkpoint.folder)
+        config = checkpoint.read_config()
         norms = {} if config.attn_res_mode == "none" else query_norms(checkpoint, config)
         parameters = 2 * config.attn_res_layout.num_sites * config.hidden_size if norms else 0
         entropies = _entropies(checkpoint, config, text) if text is not None or with_entropy else None
@@ -91,7 +93,7 @@ def _entropies(checkpoint: Checkpoint, config: PreTrainedConfig, text: Path | No
     if config.attn_res_mode == "none" or not checkpoint.has_head:
         raise CheckpointError(f"{checkpoint.folder}: no depth weights to look at (mode 'none', or no head).")
     ids = tokenize(checkpoint.folder, read_text(text)[0], config.vocab_size)
-    with quiet_transformers(), torch.no_grad():
+    with quiet_transformers(), torch.no_grad(), reading(f"{checkpoint.folder}: its model"):
         model = AutoModelForCausalLM.from_pretrained(checkpoint.folder, dtype="auto").eval()
         depth = model(ids, output_depth_attentions=True, use_cache=False).depth_attentions
     entropies = []

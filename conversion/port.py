@@ -4,19 +4,22 @@ No tensor is loaded or changed. The shards are taken over as files; one more sha
 queries, unit norms); the config gains the Attention Residuals fields, with `attn_res_scale_norm_eps` on.
 """
 
+import shlex
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
 from huggingface_hub.constants import REPOCARD_NAME
 from transformers import PreTrainedConfig
 
-from common.files import check_target, complete_or_absent
+from common.errors import AnswerIsNo, UserError, describe
+from common.files import check_target, complete_or_absent, take_over
 from model_cards.blocks import describe_blocks
 
-from .checkpoint import CONFIG_NAME, Checkpoint, CheckpointError, is_known_lossless, model_class, open_source
+from .checkpoint import Checkpoint, CheckpointError, is_known_lossless, model_class, open_source
 from .verify import Verification, verify_checkpoints
-from .writing import add_card, add_shard, copy_checkpoint, copy_code
+from .writing import add_card, copy_other_files, numbered, other_files, write_port
 
 
 @dataclass(frozen=True)
@@ -82,11 +85,12 @@ class PortReport:
 
 def try_command(target: Path) -> str:
     """A shell command that loads the checkpoint as remote code and continues a sentence."""
-    return (
-        'python -c "from transformers import pipeline; '
-        f"print(pipeline('text-generation', '{target}', trust_remote_code=True)"
-        "('The capital of France is', max_new_tokens=20)[0]['generated_text'])\""
+    code = (
+        "import sys; from transformers import pipeline; "
+        'print(pipeline("text-generation", sys.argv[1], trust_remote_code=True)'
+        '("The capital of France is", max_new_tokens=20)[0]["generated_text"])'
     )
+    return f"python -c {shlex.quote(code)} {shlex.quote(str(target))}"
 
 
 def port(
@@ -107,25 +111,40 @@ def port(
             family whose ports are not tested to be lossless.
 
     Raises:
-        CheckpointError: the source, the target or the blocks cannot be used, or the port does not compute what its
-            source computes. The target has not been written.
+        UserError: the source, the target or the blocks cannot be used. The target has not been written.
+        AnswerIsNo: the port does not compute what its source computes. The target has not been written.
     """
     check_target(target, source)
-    with open_source(source) as checkpoint:
-        config = attnres_config(checkpoint, blocks)
-        checkpoint.check_fit(config)
-        with complete_or_absent(target) as folder:
-            copy_checkpoint(checkpoint, folder, link)
-            added = add_depth_attention(Checkpoint(folder), config)
-            verify = verify or not is_known_lossless(config.base_model_type())
+    with complete_or_absent(target) as folder, open_source(source, folder) as checkpoint:
+        config = check_portable(checkpoint, blocks)
+        depth = depth_tensors(config, prefix="model." if checkpoint.has_head else "")
+        write_port(checkpoint, folder, config, depth, partial(take_over, link=link))
+        copy_other_files(checkpoint, folder)
+        verification = None
+        if verify or not is_known_lossless(config.base_model_type()):
             try:
-                verification = verify_checkpoints(checkpoint, Checkpoint(folder)) if verify else None
-            except (AttributeError, TypeError) as error:  # as in `check_fit`, when the model is run
-                raise checkpoint.not_portable(error) from error
-            if verification and not verification.passed:
-                raise CheckpointError(f"the port of {source} does not compute what it computes:\n{verification}")
-            add_card(folder, target.name, checkpoint, source, "port", verification and verification.record())
-    return PortReport(target, config, added, verification)
+                verification = verify_checkpoints(checkpoint, Checkpoint(folder))
+            except UserError as error:
+                if isinstance(error.__cause__, AttributeError | TypeError):  # as in `check_fit`, when the model is run
+                    raise checkpoint.not_portable(describe(error.__cause__)) from error
+                raise
+            if not verification.passed:
+                raise AnswerIsNo(f"the port of {source} does not compute what it computes: {verification.in_one_line}")
+        taken_over = numbered(checkpoint.shards, len(checkpoint.shards) + 1)
+        add_card(folder, target.name, checkpoint, source, "port", verification and verification.record(), taken_over)
+    return PortReport(target, config, sum(tensor.numel() for tensor in depth.values()), verification)
+
+
+def check_portable(checkpoint: Checkpoint, blocks: Blocks) -> PreTrainedConfig:
+    """The config of the port, if there can be one: whatever can be checked before something is written.
+
+    Raises:
+        UserError: says why there can be none.
+    """
+    config = attnres_config(checkpoint, blocks)
+    checkpoint.check_fit(config)
+    other_files(checkpoint)
+    return config
 
 
 def attnres_config(checkpoint: Checkpoint, blocks: Blocks) -> PreTrainedConfig:
@@ -133,26 +152,17 @@ def attnres_config(checkpoint: Checkpoint, blocks: Blocks) -> PreTrainedConfig:
     if checkpoint.is_attnres:
         found = checkpoint.config["model_type"]
         raise CheckpointError(f"{checkpoint.folder} is an Attention Residuals checkpoint already ({found}).")
+    config = checkpoint.read_config()
     try:
-        config = checkpoint.config_class.from_pretrained(checkpoint.folder)
         for name, value in blocks.fields(config.num_hidden_layers).items():
             setattr(config, name, value)
         config.attn_res_scale_norm_eps = True
         config.validate_attn_res()
     except (ValueError, TypeError) as error:
-        raise CheckpointError(str(error)) from error
+        raise CheckpointError(describe(error)) from error
     config.architectures = [model_class(type(config), checkpoint.has_head).__name__]
     config.auto_map = config.remote_code()
     return config
-
-
-def add_depth_attention(checkpoint: Checkpoint, config: PreTrainedConfig) -> int:
-    """Make a base checkpoint, in its folder, one with depth attention; returns the number of parameters added."""
-    depth = depth_tensors(config, prefix="model." if checkpoint.has_head else "")
-    add_shard(checkpoint, depth)
-    config.to_json_file(checkpoint.folder / CONFIG_NAME)
-    copy_code(checkpoint.folder)
-    return sum(tensor.numel() for tensor in depth.values())
 
 
 def depth_tensors(config: PreTrainedConfig, prefix: str) -> dict[str, torch.Tensor]:

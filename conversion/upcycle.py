@@ -5,7 +5,9 @@ Streams: about one output shard is held in memory.
 """
 
 import json
+import math
 import re
+import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,12 +17,12 @@ from tqdm import tqdm
 from transformers import MixtralConfig
 from transformers.tokenization_utils_base import TOKENIZER_CONFIG_FILE
 
-from common.files import check_target, complete_or_absent
+from common.files import check_space, check_target, complete_or_absent, move, write_new
 
 from .checkpoint import CONFIG_NAME, Checkpoint, CheckpointError, open_source, read_json
-from .port import Blocks, PortReport, add_depth_attention, attnres_config
+from .port import Blocks, PortReport, check_portable, depth_tensors
 from .verify import load_tokenizer, relative_difference
-from .writing import add_card, copy_other_files, write_shards
+from .writing import WRITTEN_ANEW, add_card, copy_other_files, write_port, write_shards
 
 
 MLP_TENSOR = re.compile(r"(?P<layer>.*layers\.\d+\.)mlp\.(?P<part>gate_proj|up_proj|down_proj)\.weight$")
@@ -73,34 +75,49 @@ def upcycle(
         seed: of the routers and the noise.
 
     Raises:
-        CheckpointError: the source is no plain Llama checkpoint, or a number is out of range.
+        UserError: the source is no plain Llama checkpoint, or a number is out of range.
     """
     if not 1 <= top_k <= experts:
         raise CheckpointError(f"top-k must lie between 1 and the {experts} experts, got {top_k}.")
-    if expert_noise < 0:
-        raise CheckpointError(f"The expert noise must not be negative, got {expert_noise}.")
+    if not 0 <= expert_noise < math.inf:
+        raise CheckpointError(f"The expert noise must be finite and not negative, got {expert_noise}.")
+    if not 0 <= seed < 2**63:
+        raise CheckpointError(f"The seed must lie between 0 and {2**63 - 1}, got {seed}.")
     check_target(target, source)
-    with open_source(source) as checkpoint:
+    with complete_or_absent(target) as folder, open_source(source, folder) as checkpoint:
         config = mixtral_config(checkpoint, experts, top_k)
-        checkpoint.check_fit(attnres_config(checkpoint, blocks))
-        with complete_or_absent(target) as folder:
+        check_portable(checkpoint, blocks)
+        check_space(folder, experts * mlp_bytes(checkpoint))
+        with tempfile.TemporaryDirectory(prefix=".base-", dir=folder) as base:
             tensors = mixtral_tensors(checkpoint, config, expert_noise, torch.Generator().manual_seed(seed))
-            write_shards(folder, tensors)
-            config.to_json_file(folder / CONFIG_NAME)
-            copy_other_files(checkpoint, folder)
-            name_tokenizer_class(checkpoint.folder, folder)
-            upcycled = Checkpoint(folder)
-            attnres = attnres_config(upcycled, blocks)
-            upcycled.check_fit(attnres)
-            added = add_depth_attention(upcycled, attnres)
-            change = relative_difference(checkpoint, Checkpoint(folder))
-            made = {
-                "with experts": f"{experts}, {top_k} of them a token",
-                "noise": f"{expert_noise:g}",
-                "seed": f"{seed}",
-            }
-            add_card(folder, target.name, checkpoint, source, "upcycle", **made)
+            write_shards(Path(base), tensors)
+            write_new(Path(base) / CONFIG_NAME, config.to_json_string())
+            upcycled = Checkpoint(Path(base))
+            attnres = check_portable(upcycled, blocks)
+            depth = depth_tensors(attnres, prefix="model." if upcycled.has_head else "")
+            write_port(upcycled, folder, attnres, depth, move)
+        copy_other_files(checkpoint, folder, (*WRITTEN_ANEW, TOKENIZER_CONFIG_FILE))
+        write_tokenizer_config(checkpoint.folder, folder)
+        change = relative_difference(checkpoint, Checkpoint(folder))
+        made = {
+            "with experts": f"{experts}, {top_k} of them a token",
+            "noise": f"{expert_noise:g}",
+            "seed": f"{seed}",
+        }
+        add_card(folder, target.name, checkpoint, source, "upcycle", **made)
+    added = sum(tensor.numel() for tensor in depth.values())
     return UpcycleReport(PortReport(target, attnres, added), experts, top_k, expert_noise, change)
+
+
+def mlp_bytes(checkpoint: Checkpoint) -> int:
+    """The size of the MLPs, of which every expert is a copy."""
+    sizes = {name: math.prod(shape) * _bits(dtype) // 8 for name, (shape, dtype) in checkpoint.describe().items()}
+    return sum(size for name, size in sizes.items() if MLP_TENSOR.match(name))
+
+
+def _bits(dtype: str) -> int:
+    """The bits of a number, by how safetensors names its type: F32, BF16, F8_E4M3, …"""
+    return int(re.search(r"\d+|$", dtype)[0] or 8)
 
 
 def mixtral_config(checkpoint: Checkpoint, experts: int, top_k: int) -> MixtralConfig:
@@ -111,7 +128,7 @@ def mixtral_config(checkpoint: Checkpoint, experts: int, top_k: int) -> MixtralC
         )
     if checkpoint.quantisation is not None:
         raise CheckpointError(f"{checkpoint.folder} is quantised; upcycle the checkpoint it was made from.")
-    llama = checkpoint.config_class.from_pretrained(checkpoint.folder)
+    llama = checkpoint.read_config()
     for field in ("attention_bias", "mlp_bias"):
         if getattr(llama, field):
             raise CheckpointError(f"{checkpoint.folder / CONFIG_NAME}: {field} is true, but Mixtral has no biases.")
@@ -148,11 +165,11 @@ def with_noise(tensor: torch.Tensor, scale: float, generator: torch.Generator) -
     return (tensor.float() + noise * (scale * tensor.float().std())).to(tensor.dtype)
 
 
-def name_tokenizer_class(source: Path, target: Path) -> None:
+def write_tokenizer_config(source: Path, target: Path) -> None:
     """Name in a target of another family the tokenizer class that the source gets, which may go by the model type."""
-    tokenizer, file = load_tokenizer(source), target / TOKENIZER_CONFIG_FILE
+    tokenizer, file = load_tokenizer(source), source / TOKENIZER_CONFIG_FILE
+    settings = read_json(file) if file.exists() else {}
     if tokenizer is not None:
-        settings = read_json(file) if file.exists() else {}
-        if settings.get("tokenizer_class") != type(tokenizer).__name__:
-            settings["tokenizer_class"] = type(tokenizer).__name__
-            file.write_text(json.dumps(settings, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+        settings["tokenizer_class"] = type(tokenizer).__name__
+    if settings:
+        write_new(target / TOKENIZER_CONFIG_FILE, json.dumps(settings, indent=2, ensure_ascii=False) + "\n")

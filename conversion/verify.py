@@ -1,6 +1,7 @@
-"""Whether a port holds the same tensors as its source, tokenises and computes the same."""
+"""Whether a port holds the same tensors as its source and this library's code, tokenises and computes the same."""
 
 import tempfile
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -8,12 +9,17 @@ import psutil
 import torch
 from tqdm import tqdm
 from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase
+from transformers.tokenization_utils_base import FULL_TOKENIZER_FILE, TOKENIZER_CONFIG_FILE
 
 import modeling_attnres  # noqa: F401, registers the families with the Auto classes
+from common.errors import reading
 from common.text import read_text
-from model_cards.provenance import Verified
+from model_cards.provenance import NAME as PROVENANCE
+from model_cards.provenance import Verified, hash_files
+from model_cards.provenance import read as read_provenance
 
-from .checkpoint import Checkpoint, CheckpointError, open_source, quiet_transformers
+from .checkpoint import CONFIG_NAME, Checkpoint, CheckpointError, open_source, quiet_transformers, read_json
+from .writing import differing_code
 
 
 MAX_TOKENS = 512  # of a text
@@ -27,7 +33,8 @@ class Verification:
     """What a comparison of a source and its port found."""
 
     tensors: int
-    differing: tuple[str, ...]
+    differing: tuple[str, ...]  # tensors
+    differing_files: tuple[str, ...]
     depth_tensors: int
     expected_depth_tensors: int
     same_tokenizer: bool | None  # None: one of them has none
@@ -41,6 +48,7 @@ class Verification:
     def passed(self) -> bool:
         return (
             not self.differing
+            and not self.differing_files
             and self.depth_tensors == self.expected_depth_tensors
             and self.same_tokenizer is not False
             and self.relative_error <= self.tolerance
@@ -50,27 +58,44 @@ class Verification:
         """What a model card says of it."""
         return Verified(self.relative_error, self.tokens, self.text)
 
-    def __str__(self) -> str:
+    @property
+    def lines(self) -> dict[str, list[str]]:
+        """What was found, by what was compared."""
         equal = self.tensors - len(self.differing)
         tokenizer = {True: "the same token ids", False: "OTHER TOKEN IDS than the source's", None: "none to compare"}
-        lines = [
-            f"tensors    {equal:,} of {self.tensors:,} equal byte for byte",
-            *(f"           differs: {name}" for name in self.differing[:5]),
-            f"depth      {self.depth_tensors} of {self.expected_depth_tensors} depth tensors present",
-            f"tokenizer  {tokenizer[self.same_tokenizer]}",
-            f"logits     relative error {self.relative_error:.1e} over {self.tokens} tokens of {self.text} "
-            f"(tolerance {self.tolerance:.0e})",
-            f"           same most likely token at {self.top1_agreement:.2%} of the tokens",
-            f"verified   {'yes' if self.passed else 'NO'}",
-        ]
-        return "\n".join(lines)
+        return {
+            "tensors": [
+                f"{equal:,} of {self.tensors:,} equal byte for byte",
+                *(f"differs: {name}" for name in self.differing[:5]),
+            ],
+            "depth": [f"{self.depth_tensors} of {self.expected_depth_tensors} depth tensors present"],
+            "files": [f"DIFFERS: {file}" for file in self.differing_files[:5]] or ["code and hashes as they should be"],
+            "tokenizer": [tokenizer[self.same_tokenizer]],
+            "logits": [
+                f"relative error {self.relative_error:.1e} over {self.tokens} tokens of {self.text} "
+                f"(tolerance {self.tolerance:.0e})",
+                f"same most likely token at {self.top1_agreement:.2%} of the tokens",
+            ],
+            "verified": ["yes" if self.passed else "NO"],
+        }
+
+    def __str__(self) -> str:
+        return "\n".join(
+            f"{name if index == 0 else '':<11}{line}"
+            for name, lines in self.lines.items()
+            for index, line in enumerate(lines)
+        )
+
+    @property
+    def in_one_line(self) -> str:
+        return "; ".join(f"{name} {', '.join(lines)}" for name, lines in self.lines.items())
 
 
 def verify(source: str, target: str, text: Path | None = None) -> Verification:
     """Compare a source (folder, hub id or GGUF file) with its port.
 
     Raises:
-        CheckpointError: one of them cannot be read, or the target is no Attention Residuals checkpoint.
+        UserError: one of them cannot be read, or the target is no Attention Residuals checkpoint.
     """
     with open_source(source) as one, open_source(target) as other:
         return verify_checkpoints(one, other, text)
@@ -80,17 +105,18 @@ def verify_checkpoints(one: Checkpoint, other: Checkpoint, text: Path | None = N
     """As `verify`, for two open checkpoints. One tensor of each, then one model at a time, is in memory."""
     if not other.is_attnres:
         raise CheckpointError(f"{other.folder}: {other.config['model_type']!r} is no Attention Residuals family.")
+    sample, name = read_text(text)
     differing = tuple(_differing_tensors(one, other))
     depth = other.expected_depth_names
-    sample, name = read_text(text)
     token_ids = [_token_ids(checkpoint.folder, sample) for checkpoint in (one, other)]
     ids, expected, found = _compare(one, other, sample)
     return Verification(
         tensors=len(one.weight_map),
         differing=differing,
+        differing_files=tuple(_differing_files(one, other)),
         depth_tensors=sum(tensor in other.weight_map for tensor in depth),
         expected_depth_tensors=len(depth),
-        same_tokenizer=None if None in token_ids else token_ids[0] == token_ids[1],
+        same_tokenizer=None if token_ids == [None, None] else token_ids[0] == token_ids[1],
         tokens=ids.shape[1],
         text=name,
         relative_error=_relative_error(found, expected),
@@ -107,7 +133,8 @@ def relative_difference(one: Checkpoint, other: Checkpoint) -> float:
 
 def _compare(one: Checkpoint, other: Checkpoint, text: str) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Token ids, and the outputs of both, one model in memory at a time."""
-    ids = tokenize(one.folder, text, other.config["vocab_size"])
+    one.read_config()  # or a model larger than its tensors would be built
+    ids = tokenize(one.folder, text, other.read_config().vocab_size)
     return ids, _outputs(one, ids), _outputs(other, ids)
 
 
@@ -115,12 +142,25 @@ def _relative_error(found: torch.Tensor, expected: torch.Tensor) -> float:
     return ((found - expected).norm() / expected.norm()).item()
 
 
-def _differing_tensors(one: Checkpoint, other: Checkpoint):
-    """Names of the source's tensors that the target lacks or holds with other bytes."""
+def _differing_tensors(one: Checkpoint, other: Checkpoint) -> Iterator[str]:
+    """Names of the source's tensors that the target lacks or holds with other bytes, and of those it has besides."""
     with one.open_tensors() as read_one, other.open_tensors() as read_other:
         for name in tqdm(one.weight_map, desc="comparing tensors", unit="tensor"):
             if name not in other.weight_map or not _same_bytes(read_one(name), read_other(name)):
                 yield name
+    yield from sorted(other.weight_map.keys() - one.weight_map.keys() - {*other.expected_depth_names})
+
+
+def _differing_files(one: Checkpoint, other: Checkpoint) -> Iterator[str]:
+    """What of the target is other code than this library's or the source's, or another file than was recorded."""
+    yield from differing_code(other.folder, one.folder)
+    if other.config.get("auto_map") != other.read_config().remote_code():
+        yield f"{CONFIG_NAME}: auto_map"
+    provenance = read_provenance(other.folder)
+    recorded = {} if provenance is None else provenance.files
+    there = [name for name in recorded if Path(name).name == name and (other.folder / name).is_file()]
+    found = hash_files([other.folder / name for name in there])
+    yield from (f"{name} is not what {PROVENANCE} has" for name in recorded if found.get(name) != recorded[name])
 
 
 def _same_bytes(one: torch.Tensor, other: torch.Tensor) -> bool:
@@ -133,22 +173,31 @@ def _same_bytes(one: torch.Tensor, other: torch.Tensor) -> bool:
 def tokenize(folder: Path, text: str, vocab_size: int) -> torch.Tensor:
     """The text's token ids `[1, T]`; without a tokenizer its bytes will do."""
     ids = _token_ids(folder, text)
-    return torch.tensor([ids or [byte % vocab_size for byte in text.encode()[:MAX_TOKENS]]])
+    return torch.tensor([ids or [byte % max(vocab_size, 1) for byte in text.encode()[:MAX_TOKENS]]])
 
 
 def _token_ids(folder: Path, text: str) -> list[int] | None:
     tokenizer = load_tokenizer(folder)
-    return None if tokenizer is None else tokenizer(text, truncation=True, max_length=MAX_TOKENS)["input_ids"]
+    with reading(f"{folder}: a text by its tokenizer"):
+        return None if tokenizer is None else tokenizer(text, truncation=True, max_length=MAX_TOKENS)["input_ids"]
 
 
 def load_tokenizer(folder: Path) -> PreTrainedTokenizerBase | None:
-    """The tokenizer of a checkpoint, or `None` where there is none, or one that is code, which is not run."""
+    """The tokenizer of a checkpoint, or `None` where there is none, or one that is code, which is not run.
+
+    Raises:
+        UserError: its files are malformed.
+    """
     if not any(path for glob in TOKENIZER_FILES for path in folder.glob(glob)):
         return None  # transformers would make an empty one for some families
-    try:
-        return AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
-    except (OSError, ValueError):
-        return None
+    for file in (FULL_TOKENIZER_FILE, TOKENIZER_CONFIG_FILE):
+        if (folder / file).exists():
+            read_json(folder / file)  # or what is no JSON would count as none
+    with reading(f"{folder}: its tokenizer"):
+        try:
+            return AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
+        except (OSError, ValueError):
+            return None
 
 
 def _outputs(checkpoint: Checkpoint, ids: torch.Tensor) -> torch.Tensor:
@@ -160,5 +209,6 @@ def _outputs(checkpoint: Checkpoint, ids: torch.Tensor) -> torch.Tensor:
         # Four bytes a parameter may be twice the file; what does not fit is read layer by layer from disk.
         too_large = 2 * size > psutil.virtual_memory().available
         placement = {"device_map": "auto", "offload_folder": offload} if too_large else {}
-        model = auto_class.from_pretrained(checkpoint.folder, **dtype, **placement).eval()
-        return model(ids, use_cache=False)[0].double().cpu()
+        with reading(f"{checkpoint.folder}: its model"):
+            model = auto_class.from_pretrained(checkpoint.folder, trust_remote_code=False, **dtype, **placement).eval()
+            return model(ids, use_cache=False)[0].double().cpu()

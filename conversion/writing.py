@@ -1,23 +1,31 @@
 """What every written checkpoint has in common: shards and their index, the config, the other files, the code."""
 
+import filecmp
 import json
 import os
-import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
+from fnmatch import fnmatchcase
 from pathlib import Path
 
 import torch
+from huggingface_hub.constants import REPOCARD_NAME
+from safetensors import SafetensorError
 from safetensors.torch import save_file
-from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
+from transformers import PreTrainedConfig
+from transformers.utils import ADAPTER_CONFIG_NAME, SAFE_WEIGHTS_INDEX_NAME
 
 import modeling_attnres
-from common.files import take_over
+from common.errors import UserError, describe
+from common.files import check_link, copy_new, files_below, move, write_new
 from model_cards.card import write_card
+from model_cards.provenance import NAME as PROVENANCE
 from model_cards.provenance import Provenance, Verified, hash_files, of_card
 
 from .checkpoint import CONFIG_NAME, OTHER_WEIGHTS, Checkpoint
 
 
+WEIGHTS = (*OTHER_WEIGHTS, "*.safetensors", "*.index.json")  # those that an index names are taken over, no others
+WRITTEN_ANEW = (REPOCARD_NAME, PROVENANCE)
 SHARD_BYTES = 2**30
 
 
@@ -26,30 +34,48 @@ def shard_name(index: int, count: int) -> str:
     return f"model-{index:05d}-of-{count:05d}.safetensors"
 
 
-def copy_checkpoint(checkpoint: Checkpoint, folder: Path, link: bool = False) -> None:
-    """Take over a whole checkpoint, its shards numbered from 1 of their count; no tensor is changed."""
-    count = len(checkpoint.shards)
-    names = {old: shard_name(index, count) for index, old in enumerate(checkpoint.shards, start=1)}
-    take_over({checkpoint.folder / old: folder / new for old, new in names.items()}, link)
-    write_index(folder, {tensor: names[old] for tensor, old in checkpoint.weight_map.items()})
-    copy_other_files(checkpoint, folder)
-    shutil.copyfile(checkpoint.folder / CONFIG_NAME, folder / CONFIG_NAME)
+def numbered(shards: Iterable[str], count: int) -> dict[str, str]:
+    """From each shard's name to one that is numbered, from 1, of `count`."""
+    return {old: shard_name(index, count) for index, old in enumerate(sorted(shards), start=1)}
+
+
+def write_port(
+    checkpoint: Checkpoint,
+    folder: Path,
+    config: PreTrainedConfig,
+    depth: dict[str, torch.Tensor],
+    take_over: Callable[[dict[Path, Path]], None],
+) -> None:
+    """Write a checkpoint with depth attention: shards taken over, one more of depth tensors, index, config and code."""
+    count = len(checkpoint.shards) + 1
+    names, last = numbered(checkpoint.shards, count), shard_name(count, count)
+    take_over({checkpoint.folder / old: folder / new for old, new in names.items()})
+    save_shard(depth, folder / last)
+    weight_map = {tensor: names[old] for tensor, old in checkpoint.weight_map.items()}
+    write_index(folder, weight_map | dict.fromkeys(depth, last))
+    write_new(folder / CONFIG_NAME, config.to_json_string())
+    for path in code_files():
+        copy_new(path, folder / path.name)
 
 
 def add_shard(checkpoint: Checkpoint, tensors: dict[str, torch.Tensor]) -> None:
-    """Add a shard, in its folder, to a checkpoint whose shards are numbered from 1 of their count."""
+    """Add a shard, in its folder, to a checkpoint that is being written."""
     folder, count = checkpoint.folder, len(checkpoint.shards) + 1
-    names = {old: shard_name(index, count) for index, old in enumerate(checkpoint.shards, start=1)}
-    for old, new in names.items():
-        os.rename(folder / old, folder / new)
+    names, last = numbered(checkpoint.shards, count), shard_name(count, count)
+    move({folder / old: folder / new for old, new in names.items()})
+    save_shard(tensors, folder / last)
     weight_map = {tensor: names[old] for tensor, old in checkpoint.weight_map.items()}
-    save_shard(tensors, folder / shard_name(count, count))
-    write_index(folder, weight_map | dict.fromkeys(tensors, shard_name(count, count)))
+    (folder / SAFE_WEIGHTS_INDEX_NAME).unlink(missing_ok=True)
+    write_index(folder, weight_map | dict.fromkeys(tensors, last))
 
 
 def save_shard(tensors: dict[str, torch.Tensor], path: Path) -> None:
-    """Write one safetensors file, readable by whoever may read the folder."""
-    save_file(tensors, path, metadata={"format": "pt"})
+    """Write one safetensors file, where none is yet, readable by whoever may read the folder."""
+    path.touch(exist_ok=False)
+    try:
+        save_file(tensors, path, metadata={"format": "pt"})
+    except SafetensorError as error:  # no space left
+        raise UserError(f"{path} cannot be written: {describe(error)}") from error
     path.chmod(0o666 & ~_umask())
 
 
@@ -89,19 +115,38 @@ def write_shards(folder: Path, tensors: Iterator[tuple[str, torch.Tensor]]) -> N
 def write_index(folder: Path, weight_map: dict[str, str]) -> None:
     total_size = sum((folder / name).stat().st_size for name in set(weight_map.values()))
     index = {"metadata": {"total_size": total_size}, "weight_map": dict(sorted(weight_map.items()))}
-    (folder / SAFE_WEIGHTS_INDEX_NAME).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+    write_new(folder / SAFE_WEIGHTS_INDEX_NAME, json.dumps(index, indent=2) + "\n")
 
 
-def copy_other_files(checkpoint: Checkpoint, folder: Path, without: tuple[str, ...] = ()) -> None:
-    """Keep what else lies in the source: tokenizer, chat template, generation config, license, …; no other weights."""
-    written_anew = {CONFIG_NAME, SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, *checkpoint.shards, *without}
-    for path in sorted(checkpoint.folder.iterdir()):
-        if path.name in written_anew or path.name.startswith(".") or any(path.match(glob) for glob in OTHER_WEIGHTS):
+def other_files(checkpoint: Checkpoint, without: Iterable[str] = WRITTEN_ANEW) -> list[Path]:
+    """What else lies in a folder, by relative path: tokenizer, chat template, generation config, license, …
+
+    Left out are weights that no index names, adapters, checkpoints of a training, and what is written anew: config, the
+    code of this library, and `without`.
+
+    Raises:
+        UserError: a link leads out of the folder.
+    """
+    folder = checkpoint.folder
+    paths = list(files_below(folder))
+    adapters = {path.parent for path in paths if path.name == ADAPTER_CONFIG_NAME}
+    written_anew = {folder / name for name in (CONFIG_NAME, *(path.name for path in code_files()), *without)}
+    kept = []
+    for path in paths:
+        relative = path.relative_to(folder)
+        is_weights = any(fnmatchcase(relative.as_posix(), glob) for glob in WEIGHTS)
+        if is_weights or not adapters.isdisjoint(path.parents):
             continue
-        if path.is_dir():
-            shutil.copytree(path, folder / path.name, ignore=shutil.ignore_patterns(*OTHER_WEIGHTS))
-        else:
-            shutil.copyfile(path, folder / path.name)
+        check_link(path, folder)
+        if path not in written_anew and not path.is_dir():  # a link to a folder: what is there is copied from there
+            kept.append(relative)
+    return kept
+
+
+def copy_other_files(checkpoint: Checkpoint, folder: Path, without: Iterable[str] = WRITTEN_ANEW) -> None:
+    """Copy what else lies in a checkpoint's folder, see `other_files`."""
+    for path in other_files(checkpoint, without):
+        copy_new(checkpoint.folder / path, folder / path)
 
 
 def code_files() -> list[Path]:
@@ -110,9 +155,22 @@ def code_files() -> list[Path]:
     return sorted(path for path in package.glob("*.py") if path.name != "__init__.py")
 
 
-def copy_code(folder: Path) -> None:
-    for path in code_files():
-        shutil.copyfile(path, folder / path.name)
+def differing_code(folder: Path, source: Path | None = None) -> list[str]:
+    """The code files of a checkpoint that are not this library's, nor the same as in its source, and those missing."""
+    ours = {path.name: path for path in code_files()}
+    found = {str(path.relative_to(folder)): path for path in files_below(folder) if path.suffix == ".py"}
+    others = {name: source / name for name in found.keys() - ours.keys()} if source is not None else {}
+    expected = others | ours
+    return sorted(
+        name
+        for name in found.keys() | ours.keys()
+        if not (
+            name in found
+            and name in expected
+            and expected[name].is_file()
+            and filecmp.cmp(found[name], expected[name], shallow=False)
+        )
+    )
 
 
 def add_card(
@@ -122,19 +180,24 @@ def add_card(
     source: str,
     made_by: str,
     verified: Verified | None = None,
+    taken_over: dict[str, str] | None = None,
     **details: str,
 ) -> None:
     """Record how the checkpoint `name`, in `folder`, was made, and write its card.
 
-    It was made from `checkpoint`, which was given as `source` and whose weight files are hashed.
+    It was made from `checkpoint`, which was given as `source` and whose weight files are hashed. Those that were taken
+    over, given from old to new name, are not hashed again.
     """
     path = Path(source).expanduser()
-    files = [path] if path.is_file() else [checkpoint.folder / name for name in checkpoint.shards]
+    shards = hash_files([path] if path.is_file() else [checkpoint.folder / name for name in checkpoint.shards])
+    files = {new: shards[old] for old, new in (taken_over or {}).items() if old in shards}
+    own = [path for path in folder.iterdir() if path.suffix in (".safetensors", ".py") and path.name not in files]
     is_hub_id = not path.exists()
     Provenance(
         made_by=made_by,
         source=source if is_hub_id else path.resolve().name,
-        shards=hash_files(files),
+        shards=shards,
+        files=files | hash_files(sorted(own)),
         details=details,
         verified=verified,
         **of_card(checkpoint.folder) | ({"base_model": source} if is_hub_id else {}),

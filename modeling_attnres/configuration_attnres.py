@@ -8,6 +8,7 @@ mixin, and so for every config of transformers that has a causal language model.
 
 import contextlib
 import difflib
+import math
 import sys
 from dataclasses import dataclass
 from itertools import pairwise
@@ -24,6 +25,7 @@ from .depth_attention import check_depth_reader
 from .depth_readers import TwoPhaseReader  # noqa: F401 (its file registers the readers that a config may name)
 
 
+NORM_EPS_ENDINGS = ("norm_eps", "norm_epsilon")  # of the fields for it, in any family
 TESTED_TRANSFORMERS = ("5.16.0", "5.25.0")  # from the first, up to but not including the second
 PREFIX, TYPE_PREFIX = "AttnRes", "attnres_"
 
@@ -117,7 +119,8 @@ class AttnResConfigMixin:
             Excludes `attn_res_block_size`.
         attn_res_scale_norm_eps: a norm that reads the mean of n sources uses eps / n². With zero queries this makes
             the model compute exactly what its base computes (RMSNorm(h / n, eps / n²) = RMSNorm(h, eps)): set for
-            ported checkpoints, off for models trained with Attention Residuals from the start.
+            ported checkpoints (on where the config of a base checkpoint is read), off for models trained with Attention
+            Residuals from the start.
 
     Raises:
         StrictDataclassError: a field has the wrong type or value, or the fields contradict each other.
@@ -130,7 +133,11 @@ class AttnResConfigMixin:
 
     @classmethod
     def get_config_dict(cls, pretrained_model_name_or_path, **kwargs) -> tuple[dict, dict]:
-        """Read a `config.json` of this family or of its base family; a base checkpoint is one with zero queries."""
+        """Read a `config.json` of this family or of its base family.
+
+        A base checkpoint is one with zero queries: it is loaded without changing what it computes, so
+        `attn_res_scale_norm_eps` is on unless the call says otherwise.
+        """
         config_dict, kwargs = super().get_config_dict(pretrained_model_name_or_path, **kwargs)
         found, expected = config_dict.get("model_type", cls.model_type), (cls.model_type, cls.base_model_type())
         if found not in expected:
@@ -138,6 +145,8 @@ class AttnResConfigMixin:
                 f"{pretrained_model_name_or_path}: model_type is {found!r}, but {cls.__name__} reads only "
                 f"{expected[0]!r} and {expected[1]!r}."
             )
+        if found != cls.model_type:
+            config_dict = {"attn_res_scale_norm_eps": True} | config_dict
         return {**config_dict, "model_type": cls.model_type}, kwargs
 
     @classmethod
@@ -157,7 +166,17 @@ class AttnResConfigMixin:
         return config | {auto: f"modeling_attnres.{name}" for auto, name in self.class_names().items()}
 
     def validate_attn_res(self) -> None:
-        """Check that the fields describe blocks that exist: on construction, on saving and before a model is built."""
+        """Check that the fields describe blocks that exist, and a norm that can be divided by their number: on
+        construction, on saving and before a model is built."""
+        for name, value in vars(self).items():
+            if name.endswith(NORM_EPS_ENDINGS) and isinstance(value, float) and not 0 <= value < math.inf:
+                raise ValueError(f"{name} must be finite and not negative, got {value}.")
+        known = set(AttnResConfigMixin.__dataclass_fields__)
+        for name in vars(self).keys() - known:
+            if name.startswith("attn_res_"):
+                raise ValueError(f"{name} is no field of {type(self).__name__}; it has {', '.join(sorted(known))}.")
+        if self.num_hidden_layers < 1 and self.attn_res_mode != "none":
+            raise ValueError(f"num_hidden_layers must be at least 1, got {self.num_hidden_layers}.")
         size, boundaries = self.attn_res_block_size, self.attn_res_block_boundaries
         if size is not None and boundaries is not None:
             raise ValueError(

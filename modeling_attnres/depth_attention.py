@@ -166,8 +166,9 @@ class DepthReader:
         layout: which site reads which sources (`BlockLayout`).
 
     Attributes:
-        gives_gradients, gives_weights, exports: what this reader can do. `gives_weights`: `read` returns depth weights;
-            `exports`: it can be traced with a dynamic number of tokens.
+        gives_gradients, gives_weights, exports, transforms: what this reader can do. `gives_weights`: `read` returns
+            depth weights; `exports`: it can be traced with a dynamic number of tokens; `transforms`: `torch.func` can
+            map and differentiate it.
         last_layer: the decoder layer after which the output site is read.
         output_gain: what the output site's mixture is multiplied by.
         depth_weights: the weights of the sites read so far, where they are wanted, or `None`.
@@ -179,12 +180,14 @@ class DepthReader:
     gives_gradients: ClassVar[bool] = True
     gives_weights: ClassVar[bool] = False
     exports: ClassVar[bool] = True
+    transforms: ClassVar[bool] = True
 
     def __init__(self, queries_SD: torch.Tensor, eps: float, layout):
         self.queries_SD, self.eps, self.layout = queries_SD, eps, layout
         self.dtype: torch.dtype | None = None  # of the embedding: what sublayers are given and layers return
         self.running_sum: torch.Tensor | None = None  # as it was before the last layer rounded and returned it
         self.handed_over: tuple[torch.Tensor, int] | None = None  # what it returned, and the version of that tensor
+        self.opened: tuple[int, torch.Tensor] | None = None  # the last layer that opened a block, and what it was given
 
     # ------------------------------------------------------------------------------- what a reader implements
 
@@ -248,9 +251,11 @@ class DepthReader:
         Raises:
             RuntimeError: a later layer has run already.
         """
-        running_sum = self._take_running_sum(hidden_states_BTD)
+        running_sum = self._take_running_sum(layer, hidden_states_BTD)
         opens = self.layout.opens_block(layer)
         expected = self.layout.closed_blocks(2 * layer)
+        if opens:
+            self.opened = layer, hidden_states_BTD
         if self.num_blocks > expected - opens:
             if torch._C._current_graph_task_id() == -1:
                 raise RuntimeError(
@@ -279,7 +284,7 @@ class DepthReader:
     def read_output(self, hidden_states_BTD: torch.Tensor) -> torch.Tensor:
         """Read the output site: what the final norm is given, `[B, T, D]` in the model's dtype."""
         site = self.layout.num_sites - 1
-        running_sum = self._take_running_sum(hidden_states_BTD)
+        running_sum = self._take_running_sum(self.layout.num_layers, hidden_states_BTD)
         if self._close_until(self.layout.closed_blocks(site), running_sum):
             running_sum = torch.zeros_like(running_sum)
         mixture_BTD, weights_BTN = self.read(running_sum, self.inputs_for(site))
@@ -287,7 +292,7 @@ class DepthReader:
             self.depth_weights.append(weights_BTN)
         return (mixture_BTD if self.output_gain == 1 else mixture_BTD * self.output_gain).to(self.dtype)
 
-    def _take_running_sum(self, hidden_states_BTD: torch.Tensor) -> torch.Tensor:
+    def _take_running_sum(self, layer: int, hidden_states_BTD: torch.Tensor) -> torch.Tensor:
         """The running sum as the layer before made it, or as hooks or other modules changed it since.
 
         A bf16 layer returns it rounded. Where that value is what arrives here, the part that rounding cut off is put
@@ -300,9 +305,16 @@ class DepthReader:
             return hidden_states_BTD
         if hidden_states_BTD.device != self.queries_SD.device:
             self.move_to(hidden_states_BTD.device)
-        if self.running_sum is None:  # nothing was cut off
-            return hidden_states_BTD
         running_sum_BTD, self.running_sum = self.running_sum, None
+        if self.opened is not None and self.opened[0] < layer and hidden_states_BTD is self.opened[1]:
+            # hooks returned what the layer that opened the block was given, and is no part of it: nothing was added
+            nothing_BTD = torch.zeros_like(hidden_states_BTD)
+            if self.layout.full:  # nor does its attention, which has closed
+                self.drop_blocks(self.num_blocks - 1)
+                self.append(nothing_BTD)
+            return nothing_BTD
+        if running_sum_BTD is None:  # nothing was cut off
+            return hidden_states_BTD
         returned_BTD, version = self.handed_over
         if hidden_states_BTD is not returned_BTD or version is None or version != version_of(returned_BTD):
             untouched_BTD = hidden_states_BTD == running_sum_BTD.to(self.dtype)
@@ -337,7 +349,7 @@ def register_depth_reader(name: str, reader: type[DepthReader]) -> None:
 
 def check_depth_reader(name: str) -> None:
     """Raise a ValueError unless `name` is `"auto"` or a registered reader's."""
-    if name != "auto" and name not in _DEPTH_READERS:
+    if not isinstance(name, str) or (name != "auto" and name not in _DEPTH_READERS):
         names = ", ".join(repr(known) for known in ("auto", *_DEPTH_READERS))
         raise ValueError(f"attn_res_implementation must be one of {names}, got {name!r}.")
 
@@ -355,8 +367,12 @@ def choose_depth_reader(name: str, gradients: bool, weights: bool) -> type[Depth
         ValueError: there is no reader of this name, or it cannot do what is asked.
     """
     check_depth_reader(name)
-    exporting = torch.compiler.is_exporting()
-    needs = {"gives_gradients": gradients, "gives_weights": weights, "exports": exporting}
+    needs = {
+        "gives_gradients": gradients,
+        "gives_weights": weights,
+        "exports": torch.compiler.is_exporting(),
+        "transforms": not torch.compiler.is_compiling() and torch._C._are_functorch_transforms_active(),
+    }
     names = ("two_phase", "training", "eager") if name == "auto" else (name,)
     for candidate in names:
         reader = _DEPTH_READERS[candidate]
@@ -364,7 +380,12 @@ def choose_depth_reader(name: str, gradients: bool, weights: bool) -> type[Depth
         if not lacking:
             return reader
     able = [other for other, reader in _DEPTH_READERS.items() if all(getattr(reader, n) for n, a in needs.items() if a)]
-    wanted = {"gives_gradients": "gradients", "gives_weights": "depth weights", "exports": "export"}[lacking[0]]
+    wanted = {
+        "gives_gradients": "gradients",
+        "gives_weights": "depth weights",
+        "exports": "export",
+        "transforms": "torch.func's transforms",
+    }[lacking[0]]
     raise ValueError(
         f"The depth reader {name!r} does not support {wanted}, which this pass needs. Set "
         f"config.attn_res_implementation to 'auto'{''.join(f' or {other!r}' for other in able)}"
@@ -373,7 +394,7 @@ def choose_depth_reader(name: str, gradients: bool, weights: bool) -> type[Depth
 
 
 class EagerInputs(NamedTuple):
-    """What a read block by block needs: the site's query, D · eps, the blocks' logits at the site, and the blocks."""
+    """What a read block by block needs: the site's query, D · eps, the blocks, and their logits at the site."""
 
     query_D: torch.Tensor
     scaled_eps: torch.Tensor

@@ -34,8 +34,8 @@ from transformers.utils import logging
 from transformers.utils.output_capturing import _CAN_RECORD_REGISTRY
 
 from . import configuration_attnres
-from .configuration_attnres import AUTO_CLASSES, PREFIX, FamilyError, asked_for, base_of
-from .depth_attention import DepthAttention, DepthReader, add_output, choose_depth_reader
+from .configuration_attnres import AUTO_CLASSES, PREFIX, BlockLayout, FamilyError, asked_for, base_of
+from .depth_attention import DepthAttention, DepthReader, add_output, choose_depth_reader, is_depth_parameter
 
 
 logger = logging.get_logger(__name__)
@@ -106,7 +106,7 @@ class ResidualStream:
     __add__ = __radd__ = add
 
     @classmethod
-    def __torch_function__(cls, function: Callable, types, args=(), kwargs=None):
+    def __torch_function__(cls, function: Callable, types, args: tuple = (), kwargs=None):
         """`stream + tensor` as torch.compile sees it, and `tensor + stream`: operations on tensors, which ask here."""
         if function.__name__ not in ("add", "__add__", "__radd__"):
             raise TypeError(f"{function.__name__} of the residual stream: {_NOT_PRE_NORM}")
@@ -117,9 +117,9 @@ class ResidualStream:
         raise TypeError(f"{name} of the residual stream: {_NOT_PRE_NORM}")
 
     def __mul__(self, other):
-        raise TypeError(f"a multiple of the residual stream: {_NOT_PRE_NORM}")
+        raise TypeError(f"a multiple or a part of the residual stream: {_NOT_PRE_NORM}")
 
-    __rmul__ = __imul__ = __mul__
+    __rmul__ = __imul__ = __getitem__ = __mul__
 
 
 class LayerView:
@@ -131,10 +131,12 @@ class LayerView:
         self.layer = layer
 
     def __getattr__(self, name: str):
-        value = getattr(self.layer, name)
-        if name not in self.layer.gains:
+        value = self.layer._modules.get(name)  # sooner found than by the layer's own __getattr__
+        if value is None:
+            return getattr(self.layer, name)
+        gain = self.layer.gains.get(name)
+        if gain is None:
             return value
-        gain = self.layer.gains[name]
 
         def read_and_normalise(stream, *args, **kwargs):
             if not isinstance(stream, ResidualStream):
@@ -165,8 +167,13 @@ class AttnResDecoderLayerMixin:
         # Releases of transformers put checkpointing around `forward` here, or around `__call__`: ours is in `forward`.
         cls.forward = AttnResDecoderLayerMixin.forward
 
-    def __call__(self, hidden_states: torch.Tensor, *args, depth_reader: DepthReader, **kwargs):
+    def __call__(self, hidden_states: torch.Tensor, *args, depth_reader: DepthReader | None = None, **kwargs):
         """Run the layer with its hooks; the last one returns what the final norm reads, made of what hooks left."""
+        if depth_reader is None:
+            raise TypeError(
+                f"Decoder layer {self.layer_index} was called without depth_reader, which its model makes for a pass: "
+                "what it reads is in the layers before it. Call the model; a hook sees what its layers are given."
+            )
         output = nn.Module.__call__(self, hidden_states, *args, depth_reader=depth_reader, **kwargs)
         if depth_reader.last_layer is not self:
             return output
@@ -225,6 +232,12 @@ class AttnResDecoderLayerMixin:
         return stream.running_sum, *stream.kept_apart, *stream.weights, *rest
 
 
+def describe_layout(layout: BlockLayout) -> str:
+    """The layers and blocks of a layout in a few words."""
+    blocks = "in Full mode" if layout.full else f"in blocks that start at {list(layout.starts)}"
+    return f"{layout.num_layers} decoder layers {blocks}"
+
+
 def without_cache(kwargs: dict) -> dict:
     """A layer's arguments without its cache, which recomputation would write twice."""
     names = [name for name in ("use_cache", "cache", "past_key_values") if kwargs.get(name) not in (None, False)]
@@ -241,6 +254,14 @@ class AttnResPreTrainedModelMixin:
 
     base_model_class: type[PreTrainedModel]  # the class in transformers that this one extends
     _pp_plan = None  # stages would have to exchange blocks, too
+
+    def __init__(self, config, *args, **kwargs):
+        if not hasattr(config, "attn_res_mode"):
+            raise TypeError(
+                f"{type(self).__name__}: expected a config of {self.config_class.__name__}, got "
+                f"{type(config).__name__}. {self.config_class.__name__}.from_pretrained reads a base family's, too."
+            )
+        super().__init__(config, *args, **kwargs)
 
     def post_init(self) -> None:
         """As the base, at the end of its `__init__`; of the modules not to split it names those that are there."""
@@ -261,6 +282,23 @@ class AttnResPreTrainedModelMixin:
     def _can_set_experts_implementation(cls) -> bool:
         return cls.base_model_class._can_set_experts_implementation()
 
+    @classmethod
+    def _finalize_model_loading(cls, model, load_config, loading_info):
+        """As the base, with a word on depth parameters of another number of layers, where nothing else is amiss."""
+        for name, found, expected in sorted(loading_info.mismatched_keys):
+            if load_config.ignore_mismatched_sizes or not is_depth_parameter(name) or found[1:] != expected[1:]:
+                break
+        else:
+            if loading_info.mismatched_keys:
+                layers = model.config.num_hidden_layers
+                raise RuntimeError(
+                    f"{name} of the checkpoint has {found[0]} rows, expected {expected[0]}: two for each of the "
+                    f"{layers} decoder layers of num_hidden_layers and one for the output. To leave layers out, load "
+                    f"them all and cut the model (model.model.layers = model.model.layers[:{layers}]), or start depth "
+                    "attention anew (ignore_mismatched_sizes=True), which in a port that was not trained is the same."
+                )
+        return super()._finalize_model_loading(model, load_config, loading_info)
+
     def wants_depth_attentions(self, asked: bool | None) -> bool:
         """What the call asked for, or else the config."""
         return bool(getattr(self.config, "output_depth_attentions", False) if asked is None else asked)
@@ -276,7 +314,17 @@ class AttnResPreTrainedModelMixin:
         return result if (self.config.return_dict if return_dict is None else return_dict) else result.to_tuple()
 
     def save_pretrained(self, save_directory, **kwargs) -> None:
-        """Save as the base does; the config names the remote code of every Auto class, whichever class is saved."""
+        """Save as the base does; the config names the remote code of every Auto class, whichever class is saved.
+
+        Raises:
+            ValueError: the config describes other layers or blocks than the model has been made with.
+        """
+        made = getattr(getattr(self, self.base_model_prefix, self), "attn_res_layout", None)
+        if made is not None and (self.config.attn_res_mode == "none" or self.config.attn_res_layout != made):
+            raise ValueError(
+                f"The config was changed since this model was made with {describe_layout(made)}: loaded again it would "
+                "read other sources. Set attn_res_mode, the blocks and num_hidden_layers back, or make a model anew."
+            )
         self.config.auto_map = self.config.remote_code()
         super().save_pretrained(save_directory, **kwargs)
 
@@ -339,8 +387,9 @@ class AttnResHeadMixin(AttnResPreTrainedModelMixin):
     def __init__(self, config, *args, **kwargs):
         # Some heads of transformers make their decoder with AutoModel. Of remote code in a local folder there are two
         # copies, by AutoConfig and by AutoModelFor…, and the config may be of the other copy's class.
-        decoder = getattr(sys.modules[__name__], config.class_names()["AutoModel"])
-        transformers.AutoModel.register(type(config), decoder, exist_ok=True)
+        if hasattr(config, "attn_res_mode"):
+            decoder = getattr(sys.modules[__name__], config.class_names()["AutoModel"])
+            transformers.AutoModel.register(type(config), decoder, exist_ok=True)
         super().__init__(config, *args, **kwargs)
 
     def post_init(self) -> None:

@@ -7,13 +7,13 @@ import torch
 import typer
 from transformers import HfArgumentParser, TrainingArguments
 
-from common.errors import command_line
-from common.files import check_target
+from common.errors import command_line, reading
 
+from .adapter import merge as merge_adapter
 from .diagnose import diagnose as run_diagnose
 from .finetune import Recipe
 from .finetune import finetune as run_finetune
-from .finetune import merge as merge_adapter
+from .loading import TrainingError
 
 
 Trust = Annotated[
@@ -21,6 +21,13 @@ Trust = Annotated[
 ]
 
 app = command_line(__doc__)
+
+
+class Options(HfArgumentParser):
+    """TrainingArguments as options; what is wrong with them is raised, where argparse prints them all and exits."""
+
+    def error(self, message: str):
+        raise TrainingError(f"{message}.")
 
 
 @app.command(
@@ -66,7 +73,7 @@ def finetune(
     Any further option is one of transformers' TrainingArguments: --max_steps, --learning_rate, --bf16 True,
     --activation_checkpointing True, --report_to tensorboard, --fsdp …
     """
-    parser = HfArgumentParser(TrainingArguments, prog="python -m training finetune", add_help=False)
+    parser = Options(TrainingArguments, add_help=False)
     defaults = {
         "--report_to": "none",
         "--logging_nan_inf_filter": "False",  # or a loss that is not finite would not be seen
@@ -75,7 +82,11 @@ def finetune(
     }
     given = {argument.split("=")[0].replace("-", "_").replace("__", "--", 1) for argument in context.args}
     extra = [part for name, value in defaults.items() if name not in given for part in (name, value)]
-    (arguments,) = parser.parse_args_into_dataclasses(["--output_dir", str(output), *extra, *context.args])
+    for name, ours in (("--output_dir", "--output"), ("--resume_from_checkpoint", "--resume")):
+        if name in given:
+            raise TrainingError(f"{name}: give {ours} in place of it.")
+    with reading("the options"):  # whatever transformers finds wrong with them
+        (arguments,) = parser.parse_args_into_dataclasses(["--output_dir", str(output), *extra, *context.args])
     recipe = Recipe(
         model,
         data,
@@ -100,11 +111,9 @@ def finetune(
 def merge(
     adapter: Annotated[Path, typer.Argument(help="The adapter that finetune wrote.")],
     target: Annotated[Path, typer.Argument(help="The folder to write; it must not exist, or be empty.")],
-    trust_remote_code: Trust = False,
 ) -> None:
     """Merge an adapter into its base: a checkpoint that loads without PEFT."""
-    check_target(target, str(adapter))
-    merge_adapter(adapter, target, trust_remote_code)
+    merge_adapter(adapter, target)
     print(f"{target}: merged")
 
 

@@ -1,5 +1,7 @@
 """Training data: plain text, JSONL with `text`, chat JSONL with `messages`. All is read before a model is loaded.
 
+Nothing in a row is passed over: a field is learned from, handed to the chat template, or refused by line and name.
+
 A *document* is a text or a conversation as token ids, with labels; -100 marks tokens that are not learned. Documents
 become *rows*, one sequence of a batch each: a piece of one document, or packed, several that do not see each other.
 """
@@ -15,11 +17,14 @@ from pathlib import Path
 import torch
 from tqdm import tqdm
 
-from common.errors import UserError
+from common.errors import UserError, describe
+from common.text import read_text
 
 
 IGNORED = -100
 BATCH = 1000  # texts that are tokenised at once
+EMPTY = (None, "", [], {})  # a field of a message that says nothing
+LABELS = ("role", "content", "name", "tool_call_id")  # of a message; a template may leave names and ids out
 
 
 class DataError(UserError):
@@ -47,31 +52,32 @@ class Conversation:
     learned: list[tuple[int, int]]
 
 
-def read_documents(paths: Iterable[Path], tokenizer) -> list[Document]:
+def read_documents(paths: Iterable[Path], tokenizer, vocab_size: int | None = None) -> list[Document]:
     """Read and tokenise files, by their ending: `.jsonl` holds an object a line, anything else is one text.
 
     Raises:
-        DataError: a file cannot be read, is empty, or has a malformed line.
+        UserError: a file cannot be read, is empty, has a malformed line, or one with tokens from `vocab_size` on.
     """
-    examples: list[str | Conversation] = []
+    examples: list[tuple[str, str | Conversation]] = []
     for path in paths:
-        try:
-            content = path.read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError) as error:
-            raise DataError(f"{path} cannot be read as UTF-8 text: {error}.") from error
-        if not content.strip():
-            raise DataError(f"{path} is empty; expected text, or JSONL with 'text' or 'messages'.")
-        if path.suffix == ".jsonl":
-            examples += [_example(line, where, tokenizer) for where, line in _lines(path, content)]
+        content, where = read_text(path)
+        if path.suffix.lower() == ".jsonl":
+            examples += [(where, _example(row, where, tokenizer)) for where, row in _lines(path, content)]
         else:
-            examples.append(content)
-    documents = []
+            examples.append((where, content))
+    documents: list[Document] = []
     with tqdm(total=len(examples), desc="tokenising", unit="text", disable=len(examples) <= BATCH) as bar:
         for start in range(0, len(examples), BATCH):
             batch = examples[start : start + BATCH]
-            for kind, group in groupby(batch, key=type):
+            for kind, group in groupby((example for _, example in batch), key=type):
                 documents += (_texts if kind is str else _conversations)(list(group), tokenizer)
             bar.update(len(batch))
+    for (where, _), document in zip(examples, documents, strict=True):
+        if vocab_size is not None and (largest := max(document.ids, default=0)) >= vocab_size:
+            raise DataError(
+                f"{where}: the tokenizer gives the token {largest} ({tokenizer.convert_ids_to_tokens(largest)!r}), but "
+                f"the model has embeddings for {vocab_size} (vocab_size)."
+            )
     return documents
 
 
@@ -81,54 +87,108 @@ def _lines(path: Path, content: str) -> Iterator[tuple[str, dict]]:
             continue
         where = f"{path}, line {number}"
         try:
-            found = json.loads(line)
-        except json.JSONDecodeError as error:
-            raise DataError(f"{where}: no JSON ({error.msg}, column {error.colno}): {line[:60]!r}.") from error
+            found = json.loads(line, object_pairs_hook=_unique)
+            json.dumps(found, ensure_ascii=False).encode()  # half a surrogate pair is no character
+        except (ValueError, RecursionError) as error:
+            at = isinstance(error, json.JSONDecodeError)
+            reason = f"{error.msg}, column {error.colno}" if at else describe(error)
+            raise DataError(f"{where}: no JSON ({reason}): {line[:60]!r}.") from error
         if not isinstance(found, dict):
             raise DataError(f"{where}: expected an object with 'text' or 'messages', found {line[:60]!r}.")
         yield where, found
 
 
-def _example(line: dict, where: str, tokenizer) -> str | Conversation:
-    if "messages" in line:
-        return _conversation(line["messages"], where, tokenizer)
-    text = line.get("text")
+def _unique(pairs: list[tuple[str, object]]) -> dict:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        twice = next(key for i, (key, _) in enumerate(pairs) if key in dict(pairs[:i]))
+        raise ValueError(f"{twice!r} is named twice")
+    return found
+
+
+def _example(row: dict, where: str, tokenizer) -> str | Conversation:
+    row = {field: value for field, value in row.items() if value is not None}
+    known = ("messages", "tools") if "messages" in row else ("text",)
+    if unknown := [field for field in row if field not in known]:
+        expected = "'messages' and 'tools'" if "messages" in row else "'text', or 'messages' and 'tools'"
+        raise DataError(f"{where}: the field {unknown[0]!r} is unknown; expected {expected}, and no others.")
+    if "messages" in row:
+        return _conversation(row["messages"], row.get("tools"), where, tokenizer)
+    text = row.get("text")
     if not isinstance(text, str) or not text.strip():
-        fields = ", ".join(map(repr, line)) or "none"
-        raise DataError(f"{where}: expected a text in 'text', or 'messages'; found {text!r}, fields {fields}.")
+        raise DataError(f"{where}: expected a text in 'text', or 'messages'; found {text!r:.300}.")
     return text
 
 
-def _conversation(messages, where: str, tokenizer) -> Conversation:
+def _message(message, place: str) -> tuple[dict, bool]:
+    """What the template is given of a message, and whether it is learned."""
+    found = message if isinstance(message, dict) else {}
+    given = {field: value for field, value in found.items() if value not in EMPTY and field != "weight"}
+    given["content"] = found.get("content")
+    is_assistant = given.get("role") == "assistant"
+    if given["content"] is None and is_assistant and "tool_calls" in given:
+        given["content"] = ""  # or a template might write "None"
+    if not all(isinstance(given.get(field), str) for field in ("role", "content")):
+        raise DataError(f"{place} must have texts 'role' and 'content', found {message!r:.300}.")
+    weight = found.get("weight")
+    if weight is not None and (not is_assistant or isinstance(weight, bool) or weight not in (0, 1)):
+        raise DataError(f"{place}: 'weight' is {weight!r:.60}; expected 0 or 1, of an assistant's message.")
+    return given, is_assistant and weight != 0
+
+
+def _conversation(messages, tools, where: str, tokenizer) -> Conversation:
     """A conversation through the chat template; only what the assistant says is learned, its end token included."""
     if not isinstance(messages, list) or not messages:
-        raise DataError(f"{where}: 'messages' must be a list of messages, found {messages!r}.")
-    for index, message in enumerate(messages):
-        if not isinstance(message, dict) or not all(isinstance(message.get(key), str) for key in ("role", "content")):
-            raise DataError(f"{where}: message {index} must have texts 'role' and 'content', found {message!r}.")
-    if not any(message["role"] == "assistant" for message in messages):
-        raise DataError(f"{where}: no message of the role 'assistant', so there is nothing to learn.")
-    if messages[0]["role"] == "assistant":
+        raise DataError(f"{where}: 'messages' must be a list of messages, found {messages!r:.300}.")
+    if not isinstance(tools, list | None):
+        raise DataError(f"{where}: 'tools' must be a list of tools, found {tools!r:.300}.")
+    given, learned = zip(*(_message(message, f"{where}: message {i}") for i, message in enumerate(messages)))
+    if not any(learned):
+        raise DataError(f"{where}: no message of the role 'assistant' (and 'weight' 1), so there is nothing to learn.")
+    if given[0]["role"] == "assistant":
         raise DataError(f"{where}: message 0 is the assistant's; a conversation starts with the system or the user.")
     if not tokenizer.chat_template:
         raise DataError(f"{where}: the tokenizer has no chat template, which 'messages' need.")
 
-    def render(count: int, **kwargs) -> str:
-        return tokenizer.apply_chat_template(messages[:count], tokenize=False, **kwargs)
+    def render(messages, tools=tools, **kwargs) -> str:
+        return tokenizer.apply_chat_template(list(messages), tools=tools or None, tokenize=False, **kwargs)
 
     try:
-        whole = render(len(messages))
-        turns = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
-        prefixes = [render(index, add_generation_prompt=True) for index in turns]
-        spans = [(len(prefix), len(render(index + 1))) for prefix, index in zip(prefixes, turns)]
+        whole = render(given)
+        turns = [index for index, is_learned in enumerate(learned) if is_learned]
+        before = [render(given[:index], add_generation_prompt=True) for index in turns]
+        after = [render(given[: index + 1]) for index in turns]
     except Exception as error:  # whatever a template raises: Jinja errors, or its own raise_exception
-        raise DataError(f"{where}: the chat template refuses these messages: {error}.") from error
-    if not all(whole.startswith(prefix) for prefix in prefixes):
-        raise DataError(
-            f"{where}: the chat template rewrites earlier turns when later ones follow, so the assistant's turns "
-            "cannot be told apart. Give each turn as a conversation of its own."
+        raise DataError(f"{where}: the chat template refuses these messages: {describe(error)}.") from error
+    for index, start, end in zip(turns, before, after):
+        if not (whole.startswith(end) and end.startswith(start)):
+            raise DataError(
+                f"{where}: the chat template writes message {index} or what comes before it differently when others "
+                "follow, so what the assistant says cannot be told apart. Give each turn as a conversation of its own, "
+                "or its 'weight' as 0."
+            )
+    for what, *without in _parts(given, tools):
+        try:
+            is_written = render(*without) != whole
+        except Exception:  # so the template asks for it
+            continue
+        if not is_written:
+            raise DataError(f"{where}: the chat template writes nothing of {what}.")
+    return Conversation(whole, [(len(start), len(end)) for start, end in zip(before, after)])
+
+
+def _parts(messages: tuple[dict, ...], tools: list | None) -> Iterator[tuple]:
+    """What a template might pass over, with the messages and tools that there are without it."""
+    if tools:
+        yield "'tools'", messages, None
+    for field in dict.fromkeys(field for message in messages for field in message if field not in LABELS):
+        yield (
+            f"the messages' field {field!r}",
+            [{name: value for name, value in message.items() if name != field} for message in messages],
+            tools,
         )
-    return Conversation(whole, spans)
+    for role in dict.fromkeys(message["role"] for message in messages if message["role"] not in ("user", "assistant")):
+        yield f"the role {role!r}", [message for message in messages if message["role"] != role], tools
 
 
 def _texts(texts: list[str], tokenizer) -> list[Document]:

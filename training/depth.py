@@ -22,9 +22,9 @@ def mean_depth_weights(
 
 @dataclass
 class SiteStatistics:
-    """Of one site: `entropy` in units of its largest possible, `reach` in sublayers back, `largest` weight."""
+    """Of one site's mean weights: entropy in units of its largest possible, `reach` in sublayers back, `largest`."""
 
-    entropy: float
+    entropy_of_mean: float  # not the mean over tokens of their weights' entropies, which is no larger
     reach: float
     largest: float
 
@@ -33,7 +33,7 @@ def site_statistics(config, weights: list[torch.Tensor]) -> list[SiteStatistics]
     """Statistics of every site from its mean weights.
 
     Reach is the mean distance back, in sublayers: to the newest output in each source, so 1 is the sublayer before.
-    A site with one source has entropy 1: it has no choice to lose.
+    A site with one source has an entropy of 1: it has no choice to lose.
     """
     found = []
     for site, weights_N in enumerate(weights):
@@ -44,7 +44,7 @@ def site_statistics(config, weights: list[torch.Tensor]) -> list[SiteStatistics]
         most = torch.tensor(len(weights_N), dtype=torch.float64).log()
         found.append(
             SiteStatistics(
-                entropy=(entropy / most).item() if len(weights_N) > 1 else 1.0,
+                entropy_of_mean=(entropy / most).item() if len(weights_N) > 1 else 1.0,
                 reach=(weights_N * distances_N).sum().item(),
                 largest=weights_N.max().item(),
             )

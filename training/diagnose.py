@@ -1,19 +1,21 @@
 """The paper's figures for any checkpoint: what its depth attention reads, and what that does to magnitudes."""
 
 import json
+import math
 from pathlib import Path
+from statistics import mean
 
 import torch
-from peft import PeftModel
 from rich.console import Console
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import PreTrainedModel
 
 from common.files import complete_or_absent
 from common.text import read_text
 from modeling_attnres import is_depth_parameter
 
+from .adapter import is_of_standard_residuals, load_adapter, read_adapter
 from .depth import mean_depth_weights, mixing_matrix, semiseparable_rank, site_statistics
-from .finetune import TrainingError, load_tokenizer
+from .loading import TrainingError, load_attnres_config, load_config, load_tokenizer, load_weights
 from .pictures import draw_by_layer, draw_depth_weights, draw_mixing_matrix, draw_sites
 
 
@@ -29,20 +31,23 @@ def diagnose(
     """Write `diagnosis.json` and pictures to a folder that appears when they are complete; returns the diagnosis.
 
     Raises:
-        TrainingError: the model has no depth attention, or no tokenizer. CheckpointError: the text cannot be read, or
-            the folder exists.
+        UserError: the model has no depth attention, or no tokenizer; a file cannot be read; or the folder exists.
     """
     content, called = read_text(text)
     if output.exists() and any(output.iterdir()):
         raise TrainingError(f"{output} exists and is not empty.")
-    tokenizer = load_tokenizer(path, trust_remote_code)
-    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
-    config = model.config
-    if getattr(config, "attn_res_mode", "none") == "none":
-        raise TrainingError(f"{path} ({config.model_type}) has no depth attention to diagnose.")
+    config = load_attnres_config(path)
+    if config.attn_res_mode == "none" or (adapter is not None and is_of_standard_residuals(adapter)):
+        raise TrainingError(f"{adapter or path} ({config.model_type}) has no depth attention to diagnose.")
+    ids = first_tokens(path, content, called, tokens, trust_remote_code)
+    second_config = None if against is None else load_config(against)
+    for name, vocab_size in ((path, config.vocab_size), (against, getattr(second_config, "vocab_size", math.inf))):
+        if ids.max() >= vocab_size:
+            raise TrainingError(f"{called}: the token {ids.max()}, but {name} has embeddings for {vocab_size}.")
+    settings = None if adapter is None else read_adapter(adapter)
+    model = load_weights(path, config, dtype=torch.float32)
     if adapter is not None:
-        model = PeftModel.from_pretrained(model, adapter).merge_and_unload()
-    ids = tokenizer(content, return_tensors="pt", verbose=False)["input_ids"][:, :tokens]
+        model = load_adapter(model, adapter, settings).merge_and_unload()
 
     weights = mean_depth_weights(model.eval(), ids)
     statistics = site_statistics(config, weights)
@@ -52,7 +57,7 @@ def diagnose(
     if against is None:
         second_name, second = "standard residuals", standard_residuals(model)
     else:
-        second_name, second = against, AutoModelForCausalLM.from_pretrained(against, dtype=torch.float32)
+        second_name, second = against, load_weights(against, second_config, dtype=torch.float32)
     curves = {path: layer_curves(model, ids), second_name: layer_curves(second, ids)}
     quantities = {
         quantity: {name: of_model[quantity] for name, of_model in curves.items()}
@@ -64,7 +69,7 @@ def diagnose(
         "text": called,
         "tokens": ids.shape[1],
         "weights": [one.tolist() for one in weights],
-        "entropy": [one.entropy for one in statistics],
+        "entropy_of_mean": [one.entropy_of_mean for one in statistics],
         "reach": [one.reach for one in statistics],
         "by layer": quantities,
         "mixing matrix": matrix_SU.tolist(),
@@ -76,7 +81,10 @@ def diagnose(
         draw_depth_weights(found["weights"], folder / "depth_weights.png", caption)
         draw_by_layer(quantities, folder / "by_layer.png", caption)
         draw_sites(
-            {"entropy, of the largest possible": found["entropy"], "reach, in sublayers back": found["reach"]},
+            {
+                "entropy of the mean weights, of the largest possible": found["entropy_of_mean"],
+                "reach, in sublayers back": found["reach"],
+            },
             folder / "sites.png",
             caption,
         )
@@ -85,11 +93,24 @@ def diagnose(
             folder / "mixing_matrix.png",
             f"semiseparable rank {rank}, effective {effective:.1f}",
         )
+    entropy, reach = (mean(found[name]) for name in ("entropy_of_mean", "reach"))
     Console().print(
-        f"{output}: entropy {sum(found['entropy']) / len(statistics):.3f} of the largest possible, reach "
-        f"{sum(found['reach']) / len(statistics):.1f} sublayers, semiseparable rank {rank} (effective {effective:.1f})"
+        f"{output}: entropy of the mean weights {entropy:.3f} of the largest possible, reach {reach:.1f} sublayers, "
+        f"semiseparable rank {rank} (effective {effective:.1f})"
     )
     return found
+
+
+def first_tokens(path: str, text: str, called: str, count: int, trust_remote_code: bool) -> torch.Tensor:
+    """The first `count` tokens of a text `[1, T]`, at least the two that a loss needs.
+
+    Raises:
+        TrainingError: there are fewer.
+    """
+    ids = load_tokenizer(path, trust_remote_code)(text, return_tensors="pt", verbose=False)["input_ids"][:, :count]
+    if ids.shape[1] < 2:
+        raise TrainingError(f"{called}: {ids.shape[1]} tokens of it, with --tokens {count}; expected 2 or more.")
+    return ids
 
 
 def standard_residuals(model: PreTrainedModel) -> PreTrainedModel:

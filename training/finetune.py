@@ -1,45 +1,41 @@
 """Fine-tuning: PEFT on top of transformers' Trainer, the depth queries trained in full beside LoRA."""
 
+import contextlib
 import json
 import math
-import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from accelerate import PartialState
-from peft import LoraConfig, PeftModel, get_peft_model, prepare_model_for_kbit_training
+from peft import LoraConfig, get_peft_model, prepare_model_for_kbit_training
 from peft.utils.constants import DUMMY_TARGET_MODULES
 from torch import nn
-from transformers import (
-    AutoConfig,
-    AutoModelForCausalLM,
-    AutoTokenizer,
-    BitsAndBytesConfig,
-    PreTrainedModel,
-    Trainer,
-    TrainerCallback,
-    TrainingArguments,
-    set_seed,
-)
+from torch.nn.functional import cross_entropy
+from transformers import BitsAndBytesConfig, PreTrainedConfig, PreTrainedModel, Trainer, TrainingArguments, set_seed
+from transformers.trainer_utils import rotate_checkpoints
 
-from common.errors import UserError
+from common.errors import describe, reading
 from common.files import complete_or_absent, whole_file
-from conversion.checkpoint import open_source
-from conversion.writing import add_card
 from modeling_attnres import is_depth_parameter
 
-from .data import Collator, DataError, hold_out, make_rows, read_documents
+from .checkpoints import (
+    COMPLETE,
+    RECIPE,
+    checkpoint_to_resume,
+    claimed,
+    describe_run,
+    last_complete_checkpoint,
+    writing,
+)
+from .data import IGNORED, Collator, DataError, hold_out, make_rows, read_documents
+from .loading import TrainingError, load_attnres_config, load_tokenizer, load_weights
 from .monitor import DepthMonitor
 
 
-COMPLETE = "complete"  # the file that a checkpoint gets last
+COUNTS = ("per_device_train_batch_size", "per_device_eval_batch_size", "gradient_accumulation_steps")
 MIXERS = ("self_attn", "linear_attn", "mamba")  # what attention, or what stands in its place, is called in a layer
-
-
-class TrainingError(UserError):
-    """A setting that cannot work; the message says which, what was found and what was expected."""
 
 
 @dataclass
@@ -75,11 +71,15 @@ class Recipe:
 
 
 class DepthTrainer(Trainer):
-    """Trainer with a group of its own for the depth parameters, and checkpoints that say when they are complete."""
+    """Trainer with a group of its own for the depth parameters.
+
+    Its held-out loss is that of a token, and its checkpoints say when they are complete.
+    """
 
     def __init__(self, *args, depth_lr: float, **kwargs):
         super().__init__(*args, **kwargs)
         self.depth_lr = depth_lr
+        self.losses: list[torch.Tensor] = []  # of rows that are held out: the sum over learned tokens, and their number
 
     def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
         created = self.optimizer is None
@@ -98,33 +98,55 @@ class DepthTrainer(Trainer):
             optimizer.param_groups[:] = [group for group in optimizer.param_groups if group["params"]]
         return optimizer
 
+    def _run_epoch(self, *args, **kwargs) -> None:
+        """Take no step more where a run is resumed from its last one, as Trainer would."""
+        if self.state.global_step < self.state.max_steps:
+            super()._run_epoch(*args, **kwargs)
 
-class MarkComplete(TrainerCallback):
-    """Trainer writes a checkpoint file by file under its final name: this one comes last, and resuming asks for it."""
+    def evaluation_loop(self, *args, metric_key_prefix: str = "eval", **kwargs):
+        """Give the mean over all learned tokens: Trainer's own is one of batches, and depends on their size."""
+        self.losses.clear()
+        output = super().evaluation_loop(*args, metric_key_prefix=metric_key_prefix, **kwargs)
+        total, tokens = torch.cat(self.losses).cpu().double().sum(0).tolist()
+        output.metrics[f"{metric_key_prefix}_loss"] = total / tokens
+        return output
 
-    def on_save(self, args, state, control, **kwargs):
+    def prediction_step(self, model, inputs, prediction_loss_only, ignore_keys=None) -> tuple[None, None, None]:
+        """Keep the losses of a batch's rows, of all processes; `gather_for_metrics` leaves out rows that come twice."""
+        inputs = self._prepare_inputs(inputs)
+        labels_BT = inputs.pop("labels")
+        with torch.no_grad(), self.compute_loss_context_manager():
+            logits_BTV = model(**inputs).logits
+        rows = [
+            torch.stack(
+                [cross_entropy(logits[:-1].float(), labels[1:], reduction="sum"), (labels[1:] != IGNORED).sum()]
+            )
+            for logits, labels in zip(logits_BTV, labels_BT, strict=True)
+        ]
+        self.losses.append(self.accelerator.gather_for_metrics(torch.stack(rows)))
+        return None, None, None
+
+    def _load_from_checkpoint(self, resume_from_checkpoint, model=None) -> None:
+        with reading(resume_from_checkpoint):
+            super()._load_from_checkpoint(resume_from_checkpoint, model)
+
+    def _load_optimizer_and_scheduler(self, checkpoint) -> None:
+        with reading(checkpoint):
+            super()._load_optimizer_and_scheduler(checkpoint)
+
+    def _save_checkpoint(self, model, trial) -> None:
+        """Mark a checkpoint, which Trainer writes file by file under its final name; only then remove older ones."""
+        limit, self.args.save_total_limit = self.args.save_total_limit, None
+        path = Path(self.args.output_dir) / f"checkpoint-{self.state.global_step}"
+        try:
+            with writing(path):
+                super()._save_checkpoint(model, trial)
+        finally:
+            self.args.save_total_limit = limit
         PartialState().wait_for_everyone()  # each process wrote its part
-        if args.should_save:
-            (Path(args.output_dir) / f"checkpoint-{state.global_step}" / COMPLETE).touch()
-
-
-def last_complete_checkpoint(output: Path) -> Path | None:
-    """The newest checkpoint that was written to its end; what a kill left half done is not considered."""
-    found = [path.parent for path in output.glob(f"checkpoint-*/{COMPLETE}")]
-    return max(found, key=lambda path: int(path.name.rsplit("-", 1)[1]), default=None)
-
-
-def checkpoint_to_resume(output: Path, resume: bool) -> Path | None:
-    """Where to continue, if asked to; what a kill left half done is removed."""
-    checkpoint = last_complete_checkpoint(output) if resume else None
-    if resume and checkpoint is None:
-        raise TrainingError(f"--resume: no complete checkpoint in {output}.")
-    if not resume and any(output.glob("checkpoint-*")):
-        raise TrainingError(f"{output} holds checkpoints. Continue with --resume, or choose another --output.")
-    for leftover in output.glob("checkpoint-*"):
-        if not (leftover / COMPLETE).exists():
-            shutil.rmtree(leftover, ignore_errors=True)  # by the first of several processes
-    return checkpoint
+        if self.args.should_save:
+            (path / COMPLETE).touch()
+            rotate_checkpoints(self.args.output_dir, limit, self.state.best_model_checkpoint)
 
 
 def load_model(recipe: Recipe, config, dtype: torch.dtype) -> PreTrainedModel:
@@ -139,22 +161,9 @@ def load_model(recipe: Recipe, config, dtype: torch.dtype) -> PreTrainedModel:
             bnb_4bit_quant_type="nf4",
             bnb_4bit_compute_dtype=torch.bfloat16,
         )
-    model = AutoModelForCausalLM.from_pretrained(recipe.model, config=config, dtype=dtype, **kwargs)
+    model = load_weights(recipe.model, config, dtype=dtype, **kwargs)
     model.config.use_cache = False
     return model
-
-
-def load_tokenizer(path: str | Path, trust_remote_code: bool):
-    """The tokenizer of a checkpoint.
-
-    Raises:
-        TrainingError: there is none, or it is code that was not allowed to run.
-    """
-    try:
-        return AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code)
-    except (OSError, ValueError) as error:
-        way_on = "" if trust_remote_code else " If it is code that you trust: --trust-remote-code."
-        raise TrainingError(f"{path}: no tokenizer can be loaded: {error}{way_on}") from error
 
 
 def lora_config(recipe: Recipe, model: PreTrainedModel) -> LoraConfig:
@@ -211,18 +220,27 @@ def _expert_parameters(model: PreTrainedModel) -> list[str]:
     )
 
 
-def check_arguments(recipe: Recipe, arguments: TrainingArguments):
+def check_arguments(recipe: Recipe, arguments: TrainingArguments) -> PreTrainedConfig:
     """Refuse what cannot work before data is read; returns the model's config."""
-    config = AutoConfig.from_pretrained(recipe.model)
-    if not hasattr(config, "attn_res_mode"):
-        raise TrainingError(
-            f"{recipe.model} is a {config.model_type!r}, without Attention Residuals. Port it first: "
-            f"python -m conversion port {recipe.model} TARGET"
-        )
+    config = load_attnres_config(recipe.model)
     if not 0 < recipe.held_out < 1:
         raise TrainingError(f"--held-out must lie between 0 and 1, got {recipe.held_out}.")
     if recipe.length < 2:
         raise TrainingError(f"--length must be at least 2 tokens, got {recipe.length}.")
+    if not 0 <= recipe.depth_lr < math.inf:
+        raise TrainingError(f"--depth-lr must be 0 or more, got {recipe.depth_lr}.")
+    for name, value in (
+        ("--rank", recipe.rank),
+        ("--alpha", recipe.alpha),
+        *((f"--{name}", getattr(arguments, name)) for name in COUNTS),
+    ):
+        if value < 1:
+            raise TrainingError(f"{name} must be at least 1, got {value}.")
+    if arguments.metric_for_best_model not in (None, "loss", "eval_loss"):
+        raise TrainingError(f"--metric_for_best_model {arguments.metric_for_best_model}: only 'loss' is measured.")
+    with reading("an option of the optimiser"):  # as it checks them itself
+        optimiser, settings = Trainer.get_optimizer_cls_and_kwargs(arguments)
+        optimiser([nn.Parameter(torch.zeros(1))], **settings)
     if recipe.packed and "linear_attention" in getattr(config, "layer_types", []):
         raise TrainingError(
             f"--packed: the linear attention of {config.model_type} carries its state from one packed text into the "
@@ -235,22 +253,27 @@ def check_arguments(recipe: Recipe, arguments: TrainingArguments):
         )
     if arguments.fsdp and arguments.device.type == "cpu":
         raise TrainingError("--fsdp: accelerate shards on accelerators only; on CPUs it would train with DDP unasked.")
-    adapter = Path(arguments.output_dir) / "adapter"
-    if adapter.exists():
-        raise TrainingError(f"{adapter} exists: this run is finished. Choose another --output.")
     return config
 
 
 def finetune(recipe: Recipe, arguments: TrainingArguments, resume: bool) -> dict:
-    """Train, and write `adapter/` and `result.json` to the output folder; returns the result.
+    """Train, and write `adapter/` and `result.json` to the output folder, together; returns the result.
 
     Raises:
-        TrainingError, DataError: before a model is loaded.
+        UserError: before a model is loaded, but for a file that cannot be written.
     """
-    output = Path(arguments.output_dir)
     config = check_arguments(recipe, arguments)
+    with claimed(Path(arguments.output_dir)) if arguments.should_save else contextlib.nullcontext():
+        return _finetune(recipe, arguments, config, resume)
+
+
+def _finetune(recipe: Recipe, arguments: TrainingArguments, config: PreTrainedConfig, resume: bool) -> dict:
+    output = Path(arguments.output_dir)
+    if (output / "adapter").exists():
+        raise TrainingError(f"{output / 'adapter'} exists: this run is finished. Choose another --output.")
     tokenizer = load_tokenizer(recipe.model, recipe.trust_remote_code)
-    training, held_out = hold_out(read_documents(recipe.data, tokenizer), recipe.held_out)
+    documents = read_documents(recipe.data, tokenizer, config.vocab_size)
+    training, held_out = hold_out(documents, recipe.held_out)
     rows = make_rows(training, recipe.length, recipe.packed)
     held_out_rows = make_rows(held_out, recipe.length, recipe.packed)
     if not rows or not held_out_rows:
@@ -258,7 +281,9 @@ def finetune(recipe: Recipe, arguments: TrainingArguments, resume: bool) -> dict
             f"{', '.join(map(str, recipe.data))}: {len(rows)} rows to train on and {len(held_out_rows)} held out; "
             "expected some of both. Give more data or another --held-out."
         )
-    checkpoint = checkpoint_to_resume(output, resume)
+    settings = {name: _plain(value) for name, value in vars(recipe).items()}
+    run = describe_run(settings | {"depth": has_depth(recipe, config)}, arguments)
+    checkpoint = checkpoint_to_resume(output, resume, run, arguments.should_save)
 
     set_seed(arguments.seed)
     dtype = torch.bfloat16 if arguments.bf16 and recipe.quantise is None else torch.float32
@@ -270,16 +295,16 @@ def finetune(recipe: Recipe, arguments: TrainingArguments, resume: bool) -> dict
         model.enable_input_require_grads()
     model.print_trainable_parameters()
 
-    padding = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id
-    trainer = DepthTrainer(
-        model,
-        arguments,
-        data_collator=Collator(padding or 0),
-        train_dataset=rows,
-        eval_dataset=held_out_rows,
-        callbacks=[MarkComplete()],
-        depth_lr=recipe.depth_lr,
-    )
+    padding = tokenizer.pad_token_id
+    with reading("TrainingArguments"):
+        trainer = DepthTrainer(
+            model,
+            arguments,
+            data_collator=Collator(padding if padding is not None and padding < config.vocab_size else 0),
+            train_dataset=rows,
+            eval_dataset=held_out_rows,
+            depth_lr=recipe.depth_lr,
+        )
     if not recipe.control and config.attn_res_mode != "none":
         probe = torch.tensor([held_out_rows[0]["input_ids"][:128]])
         DepthMonitor(probe, moves=has_depth(recipe, config)).attach(trainer)
@@ -287,55 +312,39 @@ def finetune(recipe: Recipe, arguments: TrainingArguments, resume: bool) -> dict
     trainer.args.eval_on_start = checkpoint is None
     try:
         trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
-    except OSError as error:
+        before = next(entry["eval_loss"] for entry in trainer.state.log_history if "eval_loss" in entry)
+        after = trainer.evaluate()["eval_loss"]
+        if not math.isfinite(after):
+            raise TrainingError(f"The held-out loss ended at {after}: nothing was saved. Try a lower --learning_rate.")
+        result = {
+            "held_out_loss": {"before": before, "after": after},
+            "steps": trainer.state.global_step,
+            "rows": {"training": len(rows), "held_out": len(held_out_rows)},
+            "recipe": settings,
+            "log": trainer.state.log_history,
+        }
+        save(trainer, output, result, run)
+    except (OSError, torch.OutOfMemoryError) as error:
         kept = last_complete_checkpoint(output)
         way_on = "No checkpoint is complete." if kept is None else f"{kept.name} is complete: continue with --resume."
-        raise TrainingError(f"training stopped at step {trainer.state.global_step}: {error}. {way_on}") from error
-    before = next(entry["eval_loss"] for entry in trainer.state.log_history if "eval_loss" in entry)
-    after = trainer.evaluate()["eval_loss"]
-    if not math.isfinite(after):
-        raise TrainingError(f"The held-out loss ended at {after}: nothing was saved. Try a lower --learning_rate.")
-
-    result = {
-        "held_out_loss": {"before": before, "after": after},
-        "steps": trainer.state.global_step,
-        "rows": {"training": len(rows), "held_out": len(held_out_rows)},
-        "recipe": {name: _plain(value) for name, value in vars(recipe).items()},
-        "log": trainer.state.log_history,
-    }
-    save(trainer, output, result)
+        step = trainer.state.global_step
+        raise TrainingError(f"training stopped at step {step}: {describe(error)}. {way_on}") from error
     if trainer.args.should_save:
         steps, where = result["steps"], output / "adapter"
         print(f"held-out loss: {before:.4f} before, {after:.4f} after {steps} steps; {where}")
     return result
 
 
-def save(trainer: Trainer, output: Path, result: dict) -> None:
-    """Write the adapter, complete or not at all, and the result beside it."""
+def save(trainer: Trainer, output: Path, result: dict, run: dict) -> None:
+    """Write the result and then the adapter, each complete or not at all: where the adapter is, the run is finished."""
     state = trainer.accelerator.get_state_dict(trainer.model) if trainer.is_fsdp_enabled else None  # by all processes
     if not trainer.args.should_save:
         return
-    with complete_or_absent(output / "adapter") as folder:
+    with complete_or_absent(output / "adapter") as folder, writing(output / "adapter"):
         trainer.accelerator.unwrap_model(trainer.model).save_pretrained(folder, state_dict=state)
-    with whole_file(output / "result.json") as file:
-        file.write_text(json.dumps(result, indent=1) + "\n")
-
-
-def merge(adapter: Path, target: Path, trust_remote_code: bool = False) -> None:
-    """Merge an adapter into its base: a model that needs no PEFT, complete or absent."""
-    from peft import AutoPeftModelForCausalLM
-
-    model: PeftModel = AutoPeftModelForCausalLM.from_pretrained(adapter, dtype="auto")
-    base = model.peft_config["default"].base_model_name_or_path
-    rank = getattr(model.peft_config["default"], "r", None)
-    details = {"with the adapter": f"`{adapter.resolve().parent.name}/{adapter.name}`"}
-    details |= {"of rank": str(rank)} if rank else {}
-    tokenizer = load_tokenizer(base, trust_remote_code)
-    merged = model.merge_and_unload()
-    with complete_or_absent(target) as folder, open_source(base) as checkpoint:
-        merged.save_pretrained(folder)
-        tokenizer.save_pretrained(folder)
-        add_card(folder, target.name, checkpoint, base, "merge", **details)
+        (folder / RECIPE).write_text(json.dumps(run, indent=1) + "\n")
+        with whole_file(output / "result.json") as file:
+            file.write_text(json.dumps(result, indent=1) + "\n")
 
 
 def _plain(value):

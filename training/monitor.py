@@ -13,9 +13,11 @@ from .depth import mean_depth_weights, site_statistics
 
 
 class DepthMonitor(TrainerCallback):
-    """Adds to every log: `depth/query_norm_mean`, `…_max`, `depth/entropy`, `depth/reach`, `depth/largest_weight`.
+    """Adds to every log: `depth/query_norm_mean`, `…_max`, `depth/entropy_of_mean`, `depth/reach`,
+    `depth/largest_weight`.
 
-    Entropy and reach are means over sites of their values on one probe text (`training.depth.site_statistics`).
+    Entropy (of a site's mean weights) and reach are means over sites of their values on one probe text
+    (`training.depth.site_statistics`).
     Whatever tracker Trainer reports to receives them. Warns, and says what to try, when
 
     - queries are where they were after `patience` logs,
@@ -62,7 +64,7 @@ class DepthMonitor(TrainerCallback):
         added = {
             "depth/query_norm_mean": norms.mean().item(),
             "depth/query_norm_max": norms.max().item(),
-            "depth/entropy": mean(one.entropy for _, one in choices),
+            "depth/entropy_of_mean": mean(one.entropy_of_mean for _, one in choices),
             "depth/reach": mean(one.reach for _, one in choices),
             "depth/largest_weight": max(one.largest for _, one in choices),
         }

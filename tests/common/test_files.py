@@ -12,10 +12,23 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from common.errors import UserError
-from common.files import complete_or_absent, whole_file
+from common.files import (
+    check_file,
+    check_link,
+    check_target,
+    complete_or_absent,
+    copy_new,
+    files_below,
+    move,
+    take_over,
+    whole_file,
+    write_new,
+)
 from conversion.checkpoint import Checkpoint
+from conversion.export import export
 from conversion.port import port
-from tests.conversion.checkpoints import all_tensors
+from conversion.upcycle import upcycle
+from tests.conversion.checkpoints import all_tensors, command, contents
 from tests.families import BY_NAME, tokens
 
 
@@ -25,12 +38,8 @@ def source(tmp_path):
     return tmp_path / "source"
 
 
-def contents(folder):
-    return {path.relative_to(folder): path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()}
-
-
-def port_and_die(source, target, fatal_event: int) -> bool:
-    """Port in a child process that is killed at its n-th file operation. Returns whether it lived to the end."""
+def do_and_die(action, fatal_event: int) -> bool:
+    """Run an action in a child process, killed at its n-th file operation. Returns whether it lived to the end."""
     child = os.fork()
     if child == 0:
         try:
@@ -44,7 +53,7 @@ def port_and_die(source, target, fatal_event: int) -> bool:
                         os.kill(os.getpid(), signal.SIGKILL)
 
             sys.addaudithook(count)
-            port(str(source), target)
+            action()
             os._exit(0)
         except BaseException:
             os._exit(1)
@@ -53,24 +62,35 @@ def port_and_die(source, target, fatal_event: int) -> bool:
     return status == 0
 
 
-def test_killed_at_any_moment(source, tmp_path):
+@pytest.mark.parametrize(
+    ("command", "given", "step"),
+    [
+        (lambda given, target: port(str(given), target), "source", 7),
+        (lambda given, target: port(str(given), target, link=True, verify=True), "source", 11),
+        (lambda given, target: export(str(given), target), "ported", 3),
+        (lambda given, target: upcycle(str(given), target, experts=2, top_k=1), "source", 13),
+    ],
+    ids=["port", "port --link --verify", "export", "upcycle"],
+)
+def test_killed_at_any_moment(source, tmp_path, command, given, step):
     """The target is absent or complete, the source is untouched, and what is left over does not hinder the next run."""
-    before, target = contents(source), tmp_path / "target"
-    port(str(source), tmp_path / "expected" / "target")  # a card has its folder's name
+    port(str(source), tmp_path / "ported")
+    before, target = (contents(source), contents(tmp_path / "ported")), tmp_path / "target"
+    command(tmp_path / given, tmp_path / "expected" / "target")  # a card has its folder's name
     expected = contents(tmp_path / "expected" / "target")
     leftovers, event, lived = 0, 1, False
     while not lived:
-        lived = port_and_die(source, target, event)
-        assert contents(source) == before
+        lived = do_and_die(lambda: command(tmp_path / given, target), event)
+        assert (contents(source), contents(tmp_path / "ported")) == before
         if target.exists():
             assert contents(target) == expected
             shutil.rmtree(target)
         leftovers += (tmp_path / ".target.incomplete").exists()
-        event += 7  # some 30 moments
+        event += step  # some 20 moments
     assert leftovers > 5
-    port(str(source), target)
+    command(tmp_path / given, target)
     assert contents(target) == expected
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["expected", "source", "target"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["expected", "ported", "source", "target"]
 
 
 def test_a_full_disk(source, tmp_path, monkeypatch):
@@ -97,6 +117,89 @@ def test_a_running_writer_is_not_disturbed(source, tmp_path):
         with pytest.raises(UserError, match="another process is writing it"):
             port(str(source), tmp_path / "target")
     assert contents(tmp_path / "target") == {(tmp_path / "target" / "file").relative_to(tmp_path / "target"): b"mine"}
+
+
+def test_a_second_writer_is_told_before_its_work(source, tmp_path, monkeypatch):
+    """Whatever it would write: nothing of the source is read, and no folder is made."""
+    port(str(source), tmp_path / "port")
+    monkeypatch.setattr("conversion.checkpoint.Checkpoint.__post_init__", lambda _: pytest.fail("work was begun"))
+    with complete_or_absent(tmp_path / "target"):
+        for arguments in (
+            ("port", source, tmp_path / "target"),
+            ("export", tmp_path / "port", tmp_path / "target"),
+            ("upcycle", source, tmp_path / "target", "--experts", 2, "--top-k", 1),
+        ):
+            assert command(*arguments) == (
+                2,
+                f"error: {tmp_path}/target: another process is writing it ({tmp_path}/.target.incomplete).",
+            )
+        with pytest.raises(UserError, match="another process is writing it"):
+            check_target(tmp_path / "target", str(source))
+    assert list((tmp_path / "target").iterdir()) == []
+
+
+def test_a_planted_link_empties_no_other_folder(source, tmp_path):
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "file").write_text("mine")
+    (tmp_path / ".target.incomplete").symlink_to("mine")
+    assert command("port", source, tmp_path / "target") == (
+        2,
+        f"error: {tmp_path}/.target.incomplete is a link, expected nothing there: remove it.",
+    )
+    assert (tmp_path / "mine" / "file").read_text() == "mine"
+
+
+def test_an_error_leaves_no_folder_behind(tmp_path):
+    with pytest.raises(KeyboardInterrupt), complete_or_absent(tmp_path / "new" / "folder" / "target"):
+        raise KeyboardInterrupt
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_nothing_that_is_there_is_written(tmp_path):
+    """By none of the functions that write: what is there may be the source's own, through a link."""
+    (tmp_path / "source").write_text("new")
+    (tmp_path / "there").write_text("mine")
+    (tmp_path / "link").symlink_to("nowhere")
+    for target in (tmp_path / "there", tmp_path / "link"):
+        for write in (
+            lambda target: write_new(target, "new"),
+            lambda target: copy_new(tmp_path / "source", target),
+            lambda target: move({tmp_path / "source": target}),
+            lambda target: take_over({tmp_path / "source": target}),
+            lambda target: take_over({tmp_path / "source": target}, link=True),
+        ):
+            with pytest.raises((FileExistsError, UserError), match="File exists"):
+                write(target)
+    assert (tmp_path / "there").read_text() == "mine"
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["link", "source", "there"]
+
+
+def test_files_and_links(tmp_path):
+    folder = tmp_path / "folder"
+    (folder / "sub" / ".hidden").mkdir(parents=True)
+    (folder / "sub" / "file").write_text("x")
+    (folder / "in").symlink_to("sub/file")
+    (folder / "loop").symlink_to(".")
+    (folder / "dead").symlink_to("nowhere")
+    (folder / "out").symlink_to("../other")
+    (tmp_path / "other").write_text("secret")
+    os.mkfifo(folder / "pipe")
+    names = [str(path.relative_to(folder)) for path in files_below(folder)]
+    assert names == ["dead", "in", "loop", "out", "pipe", "sub/file"]
+    for name in ("in", "out", "sub/file"):
+        check_file(folder / name)
+    for name, message in {
+        "dead": "dead is a link to nowhere, which is missing",
+        "loop": "loop is no file but a folder",
+        "pipe": "pipe is no file but a pipe, socket or device",
+        "nothing": "nothing is missing",
+    }.items():
+        with pytest.raises(UserError, match=message):
+            check_file(folder / name)
+    check_link(folder / "in", folder)
+    check_link(folder / "loop", folder)
+    with pytest.raises(UserError, match=r"out is a link to .*/other, outside of .*folder: it is not followed"):
+        check_link(folder / "out", folder)
 
 
 def test_an_error_leaves_nothing(tmp_path):

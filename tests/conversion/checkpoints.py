@@ -1,10 +1,34 @@
-"""Damage to checkpoints on disk, and views of them."""
+"""Damage to checkpoints on disk, views of them, and the commands as a user types them."""
 
 import json
 import struct
 
 import torch
 from safetensors.torch import load_file, save_file
+from tokenizers import Tokenizer
+from tokenizers.models import BPE
+from tokenizers.pre_tokenizers import WhitespaceSplit
+from tokenizers.trainers import BpeTrainer
+from typer.testing import CliRunner
+
+from common.text import SAMPLE
+from conversion.__main__ import app
+
+
+def command(*arguments):
+    """Run a command; returns its status and its error, or output. A failure is one line, no traceback."""
+    result = CliRunner().invoke(app, [str(argument) for argument in arguments])
+    if result.exception is not None and not isinstance(result.exception, SystemExit):
+        raise result.exception
+    assert result.exit_code in (0, 1, 2), result.output
+    errors = [line for line in result.output.splitlines() if line.startswith("error: ")]
+    assert len(errors) == (result.exit_code == 2) or result.exit_code == 1, result.output
+    return result.exit_code, errors[0] if errors else result.output
+
+
+def contents(folder):
+    """The bytes of every file below a folder, by relative path."""
+    return {path.relative_to(folder): path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()}
 
 
 def all_tensors(folder):
@@ -56,3 +80,12 @@ def set_query(folder, site, value):
     query = all_tensors(folder)["model.attn_res.query"].clone()
     query[site] = value
     edit_tensors(folder, **{"model.attn_res.query": query})
+
+
+def add_tokenizer(folder, **settings):
+    """A small tokenizer whose file says all of it."""
+    tokenizer = Tokenizer(BPE(unk_token="<unk>"))
+    tokenizer.pre_tokenizer = WhitespaceSplit()
+    tokenizer.train_from_iterator([SAMPLE], BpeTrainer(vocab_size=98, special_tokens=["<unk>"], show_progress=False))
+    tokenizer.save(str(folder / "tokenizer.json"))
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))

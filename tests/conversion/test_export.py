@@ -6,7 +6,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from conversion.checkpoint import CheckpointError
+from common.errors import UserError
 from conversion.export import export
 from conversion.inspection import inspect
 from conversion.port import Blocks, port
@@ -58,17 +58,17 @@ def test_refusals(base_checkpoint, tmp_path):
     export(str(tmp_path / "port"), tmp_path / "with a query that is never read")
 
     set_query(tmp_path / "port", site=7, value=2.0)
-    with pytest.raises(CheckpointError, match=r"1 of 12 queries are trained \(the largest norm is 11.3\)"):
+    with pytest.raises(UserError, match=r"1 of 12 queries are trained \(the largest norm is 11.3\)"):
         export(str(tmp_path / "port"), tmp_path / "back")
     train_queries(tmp_path / "port")
-    with pytest.raises(CheckpointError, match="12 of 12 queries are trained"):
+    with pytest.raises(UserError, match="12 of 12 queries are trained"):
         export(str(tmp_path / "port"), tmp_path / "back")
 
     port(str(base_checkpoint), tmp_path / "unscaled")
     edit_config(tmp_path / "unscaled", attn_res_scale_norm_eps=False)
-    with pytest.raises(CheckpointError, match="attn_res_scale_norm_eps is off"):
+    with pytest.raises(UserError, match="attn_res_scale_norm_eps is off"):
         export(str(tmp_path / "unscaled"), tmp_path / "back")
-    with pytest.raises(CheckpointError, match="is no Attention Residuals checkpoint"):
+    with pytest.raises(UserError, match="is no Attention Residuals checkpoint"):
         export(str(base_checkpoint), tmp_path / "back")
     assert not (tmp_path / "back").exists()
 
@@ -97,6 +97,6 @@ def test_depth_tensors_that_are_not_those_of_a_port(tmp_path, name, change, mess
     if new is None:
         merge_shards(tmp_path / "port")
     for refuse in (lambda: export(str(tmp_path / "port"), tmp_path / "back"), lambda: inspect(str(tmp_path / "port"))):
-        with pytest.raises(CheckpointError, match=message):
+        with pytest.raises(UserError, match=message):
             refuse()
     assert not (tmp_path / "back").exists()

@@ -6,10 +6,10 @@ import re
 import pytest
 
 import modeling_attnres
-from conversion.checkpoint import CheckpointError
+from common.errors import UserError
 from conversion.inspection import inspect
 from conversion.port import Blocks, port
-from tests.conversion.checkpoints import edit_config, set_query
+from tests.conversion.checkpoints import command, edit_config, edit_tensors, set_query
 from tests.families import BY_NAME
 
 
@@ -58,5 +58,24 @@ def test_norms_and_entropies_belong_to_their_sites(tmp_path):
 def test_no_entropy_without_depth_attention(tmp_path):
     BY_NAME["Llama"].causal_lm(attn_res_mode="none").save_pretrained(tmp_path)
     assert "standard residuals" in str(inspect(str(tmp_path)))
-    with pytest.raises(CheckpointError, match="no depth weights"):
+    with pytest.raises(UserError, match="no depth weights"):
         inspect(str(tmp_path), with_entropy=True)
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda folder: edit_config(folder, hidden_size=64),
+        lambda folder: edit_config(folder, attn_res_block_boundaries=[1]),
+        lambda folder: edit_config(folder, num_hidden_layers=10**9),
+        lambda folder: edit_config(folder, quantization_config={"quant_method": "gptq"}),
+        lambda folder: edit_tensors(folder, **{"model.norm.weight": None}),
+    ],
+)
+def test_portable_is_what_a_port_goes_on_with(tmp_path, damage):
+    BY_NAME["Llama"].base_causal_lm().save_pretrained(tmp_path / "base")
+    assert "portable   yes" in command("inspect", tmp_path / "base")[1]
+    damage(tmp_path / "base")
+    status, line = command("port", tmp_path / "base", tmp_path / "port")
+    assert status == 2
+    assert f"portable   no: {line.removeprefix('error: ')}" in command("inspect", tmp_path / "base")[1]

@@ -4,6 +4,7 @@ import json
 import os
 import re
 import shutil
+import subprocess
 from itertools import pairwise
 
 import pytest
@@ -13,9 +14,9 @@ from transformers import AutoModelForCausalLM
 from typer.testing import CliRunner
 
 import modeling_attnres
-from conversion.__main__ import app, run
-from conversion.checkpoint import CheckpointError
-from conversion.port import Blocks, port
+from common.errors import AnswerIsNo, UserError
+from conversion.__main__ import app
+from conversion.port import Blocks, port, try_command
 from tests.conversion.checkpoints import all_tensors, edit_config, edit_header
 from tests.families import FAMILIES, Family, tokens
 from tests.oracle import relative_error
@@ -143,7 +144,7 @@ def test_a_hub_id_is_found_in_the_cache(base_checkpoint, tmp_path, monkeypatch):
 
 
 def test_a_name_that_is_nowhere(tmp_path):
-    with pytest.raises(CheckpointError, match="no local path, and not to be had from the hub"):
+    with pytest.raises(UserError, match="no local path, and not to be had from the hub"):
         port("no-such/model", tmp_path / "target")
 
 
@@ -196,7 +197,7 @@ def port_llama(tmp_path, **arguments):
 )
 def test_what_cannot_be_lossless_is_refused_by_what_is_found(tmp_path, name, fields, reason):
     save_family(tmp_path / "source", name, **fields)
-    with pytest.raises(CheckpointError, match=f"(?s){reason}"):
+    with pytest.raises(UserError, match=f"(?s){reason}"):
         port(str(tmp_path / "source"), tmp_path / "target")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["source"]
 
@@ -207,7 +208,7 @@ def test_a_composite_checkpoint_is_refused(tmp_path):
     for model_type in ("qwen3_5", "gemma3", "llava"):
         composite = {"model_type": model_type, "text_config": text | {"model_type": "qwen3_5_text"}}
         (tmp_path / "source" / "config.json").write_text(json.dumps(composite))
-        with pytest.raises(CheckpointError, match=f"'{model_type}' cannot be ported"):
+        with pytest.raises(UserError, match=f"'{model_type}' cannot be ported"):
             port(str(tmp_path / "source"), tmp_path / "target")
 
 
@@ -218,7 +219,7 @@ def test_a_port_that_is_not_lossless_is_refused_with_its_error(tmp_path, monkeyp
     monkeypatch.setitem(modeling_attnres.modeling_attnres._FAMILY_PARTS, "nanochat", parts)
     port(str(tmp_path / "source"), tmp_path / "unverified")
     monkeypatch.setattr(modeling_attnres, "LOSSLESS_FAMILIES", modeling_attnres.LOSSLESS_FAMILIES - {"nanochat"})
-    with pytest.raises(CheckpointError, match=r"(?s)does not compute.*relative error \d\.\de-0[1-5].*verified   NO"):
+    with pytest.raises(AnswerIsNo, match=r"does not compute.*relative error \d\.\de-0[1-5].*verified NO"):
         port(str(tmp_path / "source"), tmp_path / "target")
     assert not (tmp_path / "target").exists()
 
@@ -272,13 +273,19 @@ BAD_SOURCES = {
     ),
     "no model type": (lambda f: (f / "config.json").write_text("{}"), r"config.json: no model_type"),
     "no config": (lambda f: (f / "config.json").unlink(), r"config.json is missing"),
-    "config no JSON": (lambda f: (f / "config.json").write_text("{\n oops"), r"config.json is not JSON.*line 2"),
+    "config no JSON": (
+        lambda f: (f / "config.json").write_text("{\n oops"),
+        r"as JSON cannot be read.*line 2",
+    ),
     "config a list": (lambda f: (f / "config.json").write_text("[]"), r"expected a JSON object, found a list"),
     "wider config": (
         lambda f: edit_config(f, hidden_size=64),
         r"weight has shape \[.*\], but config.json implies \[.*64\]",
     ),
-    "more layers": (lambda f: edit_config(f, num_hidden_layers=7), r"no shard holds .*layers\.6\..*and \d+ more"),
+    "more layers": (
+        lambda f: edit_config(f, num_hidden_layers=7),
+        r"num_hidden_layers is 7, .* have 6 layers",
+    ),
     "fewer layers": (lambda f: edit_config(f, num_hidden_layers=5), r"layers\.5\..* has no place in the model"),
     "a tensor short": (drop_tensor, r"no shard holds model.layers.1.mlp.down_proj.weight"),
     "a tensor too many": (lambda f: add_tensor(f, "foo", torch.zeros(2)), r"foo has no place"),
@@ -286,15 +293,21 @@ BAD_SOURCES = {
     "pickles only": (only_pickles, r"pickled weights \(pytorch_model.bin\); only safetensors.*save_pretrained"),
     "header cut": (
         lambda f: truncate(f / "model.safetensors", 100),
-        r"model.safetensors is not a whole safetensors file",
+        r"as a whole safetensors file cannot",
     ),
     "data cut": (
         lambda f: truncate(f / "model.safetensors", os.path.getsize(f / "model.safetensors") - 4),
-        r"model.safetensors is not a whole safetensors file",
+        r"as a whole safetensors file cannot",
     ),
-    "empty": (lambda f: truncate(f / "model.safetensors", 0), r"model.safetensors is not a whole safetensors file"),
-    "overlap": (lambda f: edit_header(f / "model.safetensors", overlap), r"is not a whole safetensors file"),
-    "past the end": (lambda f: edit_header(f / "model.safetensors", past_the_end), r"is not a whole safetensors file"),
+    "empty": (
+        lambda f: truncate(f / "model.safetensors", 0),
+        r"as a whole safetensors file cannot",
+    ),
+    "overlap": (lambda f: edit_header(f / "model.safetensors", overlap), r"as a whole safetensors file cannot"),
+    "past the end": (
+        lambda f: edit_header(f / "model.safetensors", past_the_end),
+        r"as a whole safetensors file cannot",
+    ),
 }
 
 
@@ -303,7 +316,7 @@ def test_bad_sources(tmp_path, damage, message):
     source, target = tmp_path / "source", tmp_path / "target"
     FAMILIES[0].base_causal_lm().save_pretrained(source)
     damage(source)
-    with pytest.raises(CheckpointError, match=f"(?s){message}"):
+    with pytest.raises(UserError, match=f"(?s){message}"):
         port(str(source), target)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["source"]
 
@@ -355,14 +368,14 @@ BAD_INDICES = {
 def test_bad_indices(tmp_path, damage, message):
     FAMILIES[0].base_causal_lm().save_pretrained(tmp_path / "source", max_shard_size="30KB")
     damage(tmp_path / "source")
-    with pytest.raises(CheckpointError, match=f"(?s){message}"):
+    with pytest.raises(UserError, match=f"(?s){message}"):
         port(str(tmp_path / "source"), tmp_path / "target")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["source"]
 
 
 def test_a_port_is_not_ported_again(base_checkpoint, tmp_path):
     port(str(base_checkpoint), tmp_path / "target")
-    with pytest.raises(CheckpointError, match="an Attention Residuals checkpoint already"):
+    with pytest.raises(UserError, match="an Attention Residuals checkpoint already"):
         port(str(tmp_path / "target"), tmp_path / "again")
 
 
@@ -379,7 +392,7 @@ def test_a_port_is_not_ported_again(base_checkpoint, tmp_path):
 )
 def test_bad_blocks(tmp_path, blocks, message):
     FAMILIES[0].base_causal_lm().save_pretrained(tmp_path / "source")
-    with pytest.raises(CheckpointError, match=message):
+    with pytest.raises(UserError, match=message):
         port(str(tmp_path / "source"), tmp_path / "target", Blocks(**blocks))
     assert sorted(path.name for path in tmp_path.iterdir()) == ["source"]
 
@@ -395,20 +408,30 @@ def test_bad_targets(base_checkpoint, tmp_path):
         base_checkpoint / "inside": "lies inside the source",
         tmp_path / "file" / "below": "no permission to write",
     }.items():
-        with pytest.raises(CheckpointError, match=message):
+        with pytest.raises(UserError, match=message):
             port(str(base_checkpoint), target)
     assert (tmp_path / "full" / "file").read_text() == "mine"
     (tmp_path / "empty").mkdir()
     port(str(base_checkpoint), tmp_path / "empty")
 
 
-def test_command_line(base_checkpoint, tmp_path, monkeypatch, capsys):
+def test_command_line(base_checkpoint, tmp_path):
     result = CliRunner().invoke(app, ["port", str(base_checkpoint), str(tmp_path / "target"), "--num-blocks", "3"])
     assert result.exit_code == 0
     for line in ("block", "3 (decoder layers 0-1, 2-3, 4-5)", "parameters 832", "trust_remote_code=True"):
         assert line in result.output
     assert "Example: python -m conversion port" in CliRunner().invoke(app, ["port", "--help"]).output
 
-    monkeypatch.setattr("sys.argv", ["conversion", "port", str(base_checkpoint), str(tmp_path / "target")])
-    with pytest.raises(SystemExit, match=r"error: .*is not empty"):
-        run()
+    result = CliRunner().invoke(app, ["port", str(base_checkpoint), str(tmp_path / "target")])
+    assert result.exit_code == 2
+    assert re.fullmatch(r"error: .*is not empty\.\n", result.output)
+
+
+@pytest.mark.parametrize("name", ["it's", 'a "quoted" name', "$(touch x); `y`", "-x", "ü 😀"])
+def test_the_command_to_try_is_quoted(tmp_path, name):
+    """For the shell, and for Python: what it loads is the target, whatever its name."""
+    line = try_command(tmp_path / name)
+    shell = f"python() {{ printf '%s\\0' \"$@\"; }}; {line}"
+    option, code, target = subprocess.run(["sh", "-c", shell], capture_output=True).stdout.decode().split("\0")[:-1]
+    assert (option, target) == ("-c", str(tmp_path / name))
+    compile(code, "", "exec")

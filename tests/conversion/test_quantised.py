@@ -7,7 +7,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
-from conversion.checkpoint import CheckpointError
+from common.errors import UserError
 from conversion.port import port
 from conversion.verify import verify
 from tests.conversion.checkpoints import edit_config
@@ -74,6 +74,6 @@ def test_bitsandbytes(name, tmp_path, bits):
 @pytest.mark.parametrize("method", ["gptq", "awq", "compressed-tensors"])
 def test_unknown_methods_are_refused_by_name(base_checkpoint, tmp_path, method):
     edit_config(base_checkpoint, quantization_config={"quant_method": method, "bits": 4})
-    with pytest.raises(CheckpointError, match=f"quantised with '{method}'.*Port the checkpoint it was made from"):
+    with pytest.raises(UserError, match=f"quantised with '{method}'.*Port the checkpoint it was made from"):
         port(str(base_checkpoint), tmp_path / "target")
     assert not (tmp_path / "target").exists()

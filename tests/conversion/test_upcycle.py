@@ -4,7 +4,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from conversion.checkpoint import CheckpointError
+from common.errors import UserError
 from conversion.port import Blocks
 from conversion.upcycle import upcycle
 from tests.conversion.checkpoints import all_tensors, edit_config
@@ -81,14 +81,14 @@ def test_refusals(llama, tmp_path):
     for arguments, message in (
         ({"experts": 4, "top_k": 5}, "between 1 and the 4 experts, got 5"),
         ({"experts": 4, "top_k": 0}, "between 1 and the 4 experts, got 0"),
-        ({"experts": 2, "top_k": 1, "expert_noise": -1.0}, "must not be negative"),
+        ({"experts": 2, "top_k": 1, "expert_noise": -1.0}, "must be finite and not negative"),
     ):
-        with pytest.raises(CheckpointError, match=message):
+        with pytest.raises(UserError, match=message):
             upcycle(str(tmp_path / "llama"), tmp_path / "moe", **arguments)
     edit_config(tmp_path / "llama", mlp_bias=True)
-    with pytest.raises(CheckpointError, match="mlp_bias is true, but Mixtral has no biases"):
+    with pytest.raises(UserError, match="mlp_bias is true, but Mixtral has no biases"):
         upcycle(str(tmp_path / "llama"), tmp_path / "moe", experts=2, top_k=1)
     BY_NAME["Qwen3Moe"].base_causal_lm().save_pretrained(tmp_path / "qwen")
-    with pytest.raises(CheckpointError, match="only 'llama' is upcycled, not 'qwen3_moe'"):
+    with pytest.raises(UserError, match="only 'llama' is upcycled, not 'qwen3_moe'"):
         upcycle(str(tmp_path / "qwen"), tmp_path / "moe", experts=2, top_k=1)
     assert not (tmp_path / "moe").exists()

@@ -1,22 +1,19 @@
 """`conversion verify`, and `port --verify`."""
 
 import json
+import re
 
 import pytest
 import torch
-from tokenizers import Tokenizer
-from tokenizers.models import BPE
-from tokenizers.pre_tokenizers import WhitespaceSplit
-from tokenizers.trainers import BpeTrainer
 from transformers import AutoTokenizer
 from typer.testing import CliRunner
 
+from common.errors import UserError
 from common.text import SAMPLE
 from conversion.__main__ import app
-from conversion.checkpoint import CheckpointError
 from conversion.port import Blocks, port
 from conversion.verify import verify
-from tests.conversion.checkpoints import all_tensors, edit_config, edit_tensors, train_queries
+from tests.conversion.checkpoints import add_tokenizer, all_tensors, command, edit_config, edit_tensors, train_queries
 from tests.families import BY_NAME, Family
 
 
@@ -69,18 +66,9 @@ def test_text_file(base_checkpoint, ported, tmp_path):
     assert verification.tokens == 19  # bytes: this checkpoint has no tokenizer
     (tmp_path / "empty").write_text("\n")
     (tmp_path / "latin").write_bytes(b"\xff\xfe\xfa")
-    for name, message in {"empty": "is empty", "latin": "UTF-8", "nowhere": "cannot be read"}.items():
-        with pytest.raises(CheckpointError, match=message):
+    for name, message in {"empty": "is empty", "latin": "UTF-8", "nowhere": "is missing"}.items():
+        with pytest.raises(UserError, match=message):
             verify(str(base_checkpoint), str(ported), tmp_path / name)
-
-
-def add_tokenizer(folder, **settings):
-    """A small tokenizer whose file says all of it."""
-    tokenizer = Tokenizer(BPE(unk_token="<unk>"))
-    tokenizer.pre_tokenizer = WhitespaceSplit()
-    tokenizer.train_from_iterator([SAMPLE], BpeTrainer(vocab_size=98, special_tokens=["<unk>"], show_progress=False))
-    tokenizer.save(str(folder / "tokenizer.json"))
-    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
 
 
 @pytest.mark.parametrize(
@@ -126,8 +114,44 @@ def test_another_tokenizer_fails(tmp_path):
     assert "tokenizer  OTHER TOKEN IDS than the source's" in str(verification)
 
 
+def change_a_line(folder):
+    file = folder / "depth_readers.py"
+    file.write_text(file.read_text() + "# changed\n")
+
+
+@pytest.mark.parametrize(
+    ("damage", "named"),
+    [
+        (change_a_line, "depth_readers.py"),
+        (lambda folder: (folder / "depth_attention.py").unlink(), "depth_attention.py"),
+        (lambda folder: (folder / "extra.py").write_text(""), "extra.py"),
+        (lambda folder: (folder / "sub").mkdir() or (folder / "sub" / "extra.py").write_text(""), "sub/extra.py"),
+        (lambda folder: edit_config(folder, auto_map={"AutoConfig": "other/repo--file.Class"}), "auto_map"),
+    ],
+)
+def test_other_code_fails_and_is_named(tmp_path, damage, named):
+    """That of a tokenizer, which the source has too, does not."""
+    BY_NAME["Llama"].base_causal_lm().save_pretrained(tmp_path / "source")
+    (tmp_path / "source" / "tokenization_mine.py").write_text("")
+    port(str(tmp_path / "source"), tmp_path / "port")
+    assert verify(str(tmp_path / "source"), str(tmp_path / "port")).passed
+    damage(tmp_path / "port")
+    status, output = command("verify", tmp_path / "source", tmp_path / "port")
+    assert status == 1
+    assert re.search(f"DIFFERS: .*{named}", output)
+
+
+def test_a_tokenizer_on_one_side_fails(tmp_path):
+    BY_NAME["Llama"].base_causal_lm().save_pretrained(tmp_path / "source")
+    add_tokenizer(tmp_path / "source", tokenizer_class="TokenizersBackend")
+    port(str(tmp_path / "source"), tmp_path / "port")
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        (tmp_path / "port" / name).unlink()
+    assert verify(str(tmp_path / "source"), str(tmp_path / "port")).same_tokenizer is False
+
+
 def test_a_base_checkpoint_is_no_port(base_checkpoint):
-    with pytest.raises(CheckpointError, match="no Attention Residuals family"):
+    with pytest.raises(UserError, match="no Attention Residuals family"):
         verify(str(base_checkpoint), str(base_checkpoint))
 
 
@@ -145,7 +169,7 @@ def test_port_verifies_before_the_target_appears(base_checkpoint, tmp_path, monk
     assert report.verification.passed
     assert "verified   yes" in str(report)
     monkeypatch.setattr("conversion.port.depth_tensors", lambda config, prefix: {"foo": torch.zeros(1)})
-    with pytest.raises(CheckpointError, match=r"(?s)does not compute.*0 of 2 depth tensors"):
+    with pytest.raises(UserError, match=r"(?s)does not compute.*0 of 2 depth tensors"):
         port(str(base_checkpoint), tmp_path / "bad", verify=True)
     assert not (tmp_path / "bad").exists()
     assert not list(tmp_path.glob(".bad*"))

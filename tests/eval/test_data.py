@@ -2,6 +2,8 @@
 
 import csv
 import json
+import os
+import resource
 from contextlib import nullcontext
 
 import datasets
@@ -18,7 +20,7 @@ from tests.eval.samples import ROWS, write_rows
 
 pytestmark = pytest.mark.xdist_group("eval tasks")
 
-COLUMNS_OF = {"question": str, "choices": list, "answer": int}
+COLUMNS_OF = {"question": str, "choices": [str], "answer": int}
 ROW = {"question": 'Why, "so"?\nTell.', "choices": ["a", "b,c", "d", "é"], "answer": 2}
 
 texts = st.text(st.characters(codec="utf-8", exclude_characters="\x00\r"), max_size=20)
@@ -52,11 +54,26 @@ def test_all_formats_hold_the_same(rows, tmp_path_factory):
 @pytest.mark.parametrize(
     ("name", "content", "says"),
     [
-        ("a.jsonl", '{"question": "q"\n', "line 1: no JSON"),
+        ("a.jsonl", '{"question": "q"\n', "line 1: expected JSON, found"),
         ("a.jsonl", f"{json.dumps(ROW)}\n\n[1]\n", "line 3: expected an object"),
         ("a.jsonl", f'{json.dumps(ROW)}\n{{"question": "q"}}\n', "line 2: no column 'choices'; found 'question'"),
         ("a.jsonl", json.dumps(ROW | {"answer": "2"}), "line 1: 'answer' must be of type int, found '2'"),
         ("a.jsonl", json.dumps(ROW | {"question": None}), "line 1: 'question' must be of type str, found None"),
+        ("a.jsonl", json.dumps(ROW | {"answer": True}), "line 1: 'answer' must be of type int, found True"),
+        (
+            "a.jsonl",
+            json.dumps(ROW | {"choices": ["a", 1]}),
+            "line 1: 'choices' must be of type list of str, found ['a'",
+        ),
+        (
+            "a.jsonl",
+            f"{json.dumps(ROW)}\n{json.dumps(ROW | {'choices': [chr(0xD800)]})}\n",
+            "line 2: no text, for it has half",
+        ),
+        ("a.jsonl", "[" * 10**5, "line 1: expected JSON, found '[[[["),
+        ("a.jsonl", f'{{"answer": {"1" * 5000}}}', "line 1: expected JSON, found"),
+        ("a.jsonl", json.dumps(ROW | {"answer": 10**30}), "differ in type"),
+        ("a.csv", f"question,choices,answer\nq,{'[' * 10**5},1\n", "line 2: 'choices' must be list of str as JSON"),
         ("a.jsonl", "\n", "is empty; expected rows with question, choices, answer"),
         ("a.jsonl", b"\xff\xfe", "cannot be read"),
         (
@@ -66,7 +83,11 @@ def test_all_formats_hold_the_same(rows, tmp_path_factory):
         ),
         ("a.csv", "question,choices,answer\nq,[],1\nq,[]\n", "line 3: expected 3 cells"),
         ("a.csv", "question,choices,answer\nq,[],1,2\n", "line 2: expected 3 cells"),
-        ("a.csv", 'question,choices,answer\n"q\nq",a b,1\n', "line 3: 'choices' must be list as JSON, found 'a b'"),
+        (
+            "a.csv",
+            'question,choices,answer\n"q\nq",a b,1\n',
+            "line 3: 'choices' must be list of str as JSON, found 'a b'",
+        ),
         ("a.csv", 'question,choices,answer\n"q,[],1\n', "cannot be read"),
         ("a.csv", "", "is empty"),
         ("a.parquet", "no parquet", "cannot be read as Parquet"),
@@ -81,12 +102,35 @@ def test_what_is_malformed_is_named_with_its_line(tmp_path, name, content, says)
     assert str(file) in str(raised.value)
 
 
-def test_every_row_of_the_samples_has_the_documented_columns():
+def test_every_row_of_the_samples_has_the_documented_columns(tmp_path):
     assert ROWS.keys() == COLUMNS.keys()
     for path, rows in ROWS.items():
         for split in ("test", "dev", "train", "validation", "prompt"):
-            for row in rows(split):
-                assert all(isinstance(row[column], kind) for column, kind in COLUMNS[path].items()), path
+            write_rows(tmp_path / "a.jsonl", rows(split))
+            assert len(read(tmp_path / "a.jsonl", COLUMNS[path])) == len(rows(split)), path
+
+
+@pytest.mark.parametrize("kind", ["a FIFO", "a folder", "a device"])
+def test_what_is_no_file_is_not_waited_for(manager, tmp_path, kind):
+    file = tmp_path / "openai/gsm8k/main/test.jsonl"
+    file.parent.mkdir(parents=True)
+    {"a FIFO": os.mkfifo, "a folder": os.mkdir, "a device": lambda path: os.symlink("/dev/zero", path)}[kind](file)
+    with data.local(tmp_path) as missing, pytest.raises(DataError, match=rf"{file} is no regular file"):
+        build(manager, ["attnres_gsm8k"], missing)
+
+
+def test_a_disk_that_is_full_leaves_no_part_of_a_data_set(manager, tmp_path, monkeypatch):
+    rows = datasets.Dataset.from_list([{"question": "q" * 10**4, "golden": "5"}] * 10)
+    monkeypatch.setattr(datasets, "load_dataset", lambda *args, **kwargs: rows)
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100, limits[1]))
+    try:
+        with data.fetching(tmp_path), pytest.raises(DataError, match="File too large") as raised:
+            build(manager, ["attnres_cmath"], [])
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert "\n" not in str(raised.value)
+    assert [path for path in tmp_path.rglob("*") if path.is_file()] == []
 
 
 def test_all_missing_files_are_named_at_once(manager, tmp_path):

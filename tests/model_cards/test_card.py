@@ -1,19 +1,26 @@
 """Cards: what is read from where, metadata the hub can read, and no figure without a file."""
 
+import ast
 import json
+import os
 import re
+import shlex
 from pathlib import Path
 
 import pytest
 from huggingface_hub import ModelCard
+from markdown_it import MarkdownIt
 from typer.testing import CliRunner
 
+from common.errors import UserError
+from common.files import whole_file
 from conversion.export import export
 from conversion.port import Blocks, port
 from conversion.upcycle import upcycle
 from model_cards.__main__ import app
 from model_cards.card import CardError, write_card
-from model_cards.provenance import Provenance, hash_files, read
+from model_cards.markdown import plain
+from model_cards.provenance import Provenance, Verified, hash_files, of_card, read
 from tests.families import BY_NAME, FAMILIES
 
 
@@ -62,6 +69,12 @@ def table(tmp_path, model, scores=((12.5, 2.0), (0.95, None)), name="ported"):
     return file
 
 
+def made_as(ported, *fields, **named):
+    """Let a checkpoint have been made otherwise."""
+    (ported / "provenance.json").unlink()
+    Provenance(*fields, **named).write(ported)
+
+
 def test_a_port_writes_its_card(source, ported):
     card = ModelCard.load(ported / "README.md")
     assert (card.data.license, card.data.base_model, card.data.language) == ("mit", "owner/original", ["en", "zh"])
@@ -69,7 +82,10 @@ def test_a_port_writes_its_card(source, ported):
     assert "attention-residuals" in card.data.tags
     assert card.data.eval_results is None
     assert "# ported" in card.text
-    assert "Ported from `source`" in card.text
+    assert "\n`source` with Attention Residuals, ported without changing what it computes" in card.text
+    origin = "[owner/original](https://huggingface.co/owner/original)"
+    assert f"Ported from `source`, which was made from {origin}." in card.text
+    assert card.data.base_model_relation == "finetune"
     assert "[E] [0 1] [2 3] [4 5] → output" in card.text
     assert "None of this model were measured" in card.text
     assert "Mine" not in card.text
@@ -136,18 +152,15 @@ def test_a_failed_benchmark_has_no_figure(ported, tmp_path):
     assert "HumanEval" not in card.text
 
 
-def test_training_is_told_with_its_figures(ported, tmp_path):
-    recipe = {
-        "data": ["/far/away/notes.txt"],
-        "lora": "all-linear",
-        "rank": 8,
-        "alpha": 16,
-        "depth": None,
-        "control": False,
-        "length": 128,
-    }
+def training(tmp_path, data="/far/away/notes.txt", lora="all-linear"):
+    """A result.json as `python -m training finetune` writes it."""
+    recipe = {"data": [data], "lora": lora, "rank": 8, "alpha": 16, "depth": None, "control": False, "length": 128}
     content = {"held_out_loss": {"before": 2.75, "after": 2.5}, "steps": 20, "recipe": recipe}
     (tmp_path / "result.json").write_text(json.dumps(content))
+
+
+def test_training_is_told_with_its_figures(ported, tmp_path):
+    training(tmp_path)
     text = write_card(ported, training=tmp_path).read_text()
     assert "Fine-tuned for 20 steps on `notes.txt`" in text
     assert "LoRA on all-linear (rank 8, alpha 16) and the depth parameters in full" in text
@@ -171,8 +184,11 @@ def test_figures_in_a_card_have_a_file(ported, tmp_path):
 @pytest.mark.parametrize(
     ("break_it", "says"),
     [
-        (lambda folder: (folder / "config.json").unlink(), "no config of transformers"),
-        (lambda folder: (folder / "provenance.json").write_text('{"made": 1}'), "is no provenance of a checkpoint"),
+        (lambda folder: (folder / "config.json").unlink(), "config.json as a config of transformers"),
+        (
+            lambda folder: (folder / "provenance.json").write_text('{"made": 1}'),
+            "provenance.json as the provenance of a checkpoint",
+        ),
     ],
 )
 def test_a_broken_checkpoint_is_refused(ported, break_it, says):
@@ -187,13 +203,200 @@ def test_a_broken_checkpoint_is_refused(ported, break_it, says):
 def test_mistakes_name_the_file(source, ported, tmp_path):
     with pytest.raises(CardError, match="is no Attention Residuals family; port it first"):
         write_card(source)
-    with pytest.raises(CardError, match=r"result\.json cannot be read"):
+    with pytest.raises(UserError, match=r"result\.json cannot be read"):
         write_card(ported, training=tmp_path)
     with pytest.raises(CardError, match="has no column for ported; it has other, theirs"):
         write_card(ported, results=table(tmp_path, "/theirs", name="theirs"))
-    (tmp_path / "table.json").write_text('{"rows": []}')
-    with pytest.raises(CardError, match=r"table\.json: expected an object with models, rows; missing: models"):
+
+
+@pytest.mark.parametrize(
+    ("name", "broken"),
+    [
+        ("provenance.json", [3, [], "x", {}, {"shards": []}, {"made_by": "hand"}, {"license": 1.0}, {"verified": 1}]),
+        (
+            "provenance.json",
+            [{"verified": {"relative_error": float("nan"), "tokens": 1, "text": ""}}, {"source": None}],
+        ),
+        ("table.json", [[], 3, {}, {"models": {}}, {"models": [1]}, {"rows": 3}, {"rows": [{}]}]),
+        ("table.json", [{"models": [{"name": "ported", "model": "\0", "adapter": None}]}]),
+        ("result.json", [[], 3, {}, {"held_out_loss": 1}, {"recipe": []}, {"steps": "many"}]),
+        ("result.json", [{"held_out_loss": {"before": 10**400, "after": float("nan")}}]),
+    ],
+)
+def test_a_file_of_another_shape_is_named_in_one_line(ported, tmp_path, name, broken):
+    table(tmp_path, ported)
+    training(tmp_path)
+    before = (ported / "README.md").read_text()
+    file = (ported if name == "provenance.json" else tmp_path) / name
+    whole = json.loads(file.read_text())
+    options = {"table.json": ["--results", file], "result.json": ["--training", tmp_path]}.get(name, [])
+    for fields in [*broken, None]:
+        file.write_text(json.dumps(whole | fields if isinstance(fields, dict) and fields else fields))
+        result = invoke("write", ported, *options)
+        assert result.exit_code == 2
+        assert result.stderr.startswith(f"error: {file} ")
+        assert result.stderr.count("\n") == 1
+    os.unlink(file)
+    file.write_text("[" * 100_000)
+    assert f"{file} " in invoke("write", ported, *options).stderr
+    assert (ported / "README.md").read_text() == before
+
+
+@pytest.mark.parametrize("score", [{"stderr": float("nan")}, {"value": "12"}, {"items": None}, {"value": 10**400}, []])
+def test_a_score_of_another_shape_is_refused(ported, tmp_path, score):
+    content = json.loads(table(tmp_path, ported).read_text())
+    content["rows"][0]["scores"][1] = content["rows"][0]["scores"][1] | score if score else score
+    (tmp_path / "table.json").write_text(json.dumps(content))
+    with pytest.raises(UserError, match=r"table\.json as a table of `python -m eval run` cannot be read"):
         write_card(ported, results=tmp_path / "table.json")
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_a_score_that_is_no_number_has_no_figure(ported, tmp_path, value):
+    write_card(ported, results=table(tmp_path, ported, scores=((value, None), (0.95, None))))
+    text = (ported / "README.md").read_text()
+    assert [result.dataset_name for result in ModelCard(text).data.eval_results] == ["Text"]
+    assert "HumanEval" not in text
+
+
+def test_provenance_that_is_no_file_and_a_config_of_no_model_are_refused(ported):
+    (ported / "provenance.json").unlink()
+    os.mkfifo(ported / "provenance.json")
+    assert "provenance.json is no file" in invoke("write", ported).stderr
+    (ported / "provenance.json").unlink()
+    config = json.loads((ported / "config.json").read_text())
+    (ported / "config.json").write_text(json.dumps(config | {"vocab_size": -1}))
+    result = invoke("write", ported)
+    assert result.exit_code == 2
+    assert "ported: its config describes no model" in result.stderr
+
+
+def test_two_writers_do_not_mix(ported):
+    before = (ported / "README.md").read_text()
+    with whole_file(ported / "README.md") as other:
+        other.write_text(before)
+        result = invoke("write", ported)
+        assert result.exit_code == 2
+        assert "another process is writing it" in result.stderr
+    assert (ported / "README.md").read_text() == before
+
+
+HOSTILE = [
+    "x](http://evil.example) | a",
+    "a | b ` c `` d\n\n# e\n```\nf\n\n---\n",
+    "<img src=x onerror=alert(1)> <!-- &lt; **b** _c_",
+    "quote \" and ' and \\ and {{ name }} {% if",
+    "https://evil.example www.evil.example @you #1 $x$ ~~y~~",
+    "ünï 文件夹 \u2028 \x07 \udcff 🙂",
+    "- 1. > ===",
+]
+
+
+def test_foreign_text_is_text_wherever_it_comes_from(ported, tmp_path):
+    """The card has the same parts, links and code, whatever folders, files, cards and results are named."""
+
+    def card_with(text):
+        verified = Verified(relative_error=1e-6, tokens=9, text=text)
+        made = {"license": text, "license_name": text, "license_link": text, "languages": [text], "base_model": text}
+        made |= {"shards": {text: text}, "details": {text: text}, "versions": {text: text}}
+        made_as(ported, "port", text, verified=verified, **made)
+        results = table(tmp_path, ported, name=text)
+        rows = json.loads(results.read_text())
+        for row in rows["rows"]:
+            row |= dict.fromkeys(("title", "dataset", "metric"), text)
+        results.write_text(json.dumps(rows))
+        training(tmp_path, data=text, lora=text)
+        for options in ({}, {"training": tmp_path}):  # how it was verified is not told after training
+            yield write_card(ported, results, output=tmp_path / "card.md", name=text, **options).read_text()
+
+    def parts(card):
+        text = re.sub(r"Evaluate it with lm-eval:\n\n```\n(.*)\n```\n", "", ModelCard(card).text)
+        tokens = MarkdownIt("commonmark").enable("table").parse(text)
+        inline = [child for token in tokens for child in token.children or []]
+        kinds = [token.type for token in tokens]
+        assert not {"html_block", "html_inline", "image"} & {*kinds, *(token.type for token in inline)}
+        links = [token.attrs["href"] for token in inline if token.type == "link_open"]
+        return kinds, links, [ast.dump(ast.parse(token.content)) for token in tokens if token.info == "python"]
+
+    expected = [parts(card) for card in card_with("name")]
+    for text in HOSTILE:
+        for card, (kinds, links, examples) in zip(card_with(text), expected):
+            of_name = [example.replace("value='name'", f"value={text!r}") for example in examples]
+            assert parts(card) == (kinds, links, of_name)
+            assert f"# {plain(text)}\n" in card
+            data = ModelCard(card).data
+            assert (data.license, data.license_link, data.language, data.model_name) == (text, text, [text], text)
+            assert (data.base_model, data.eval_results[0].dataset_name) == (None, text)
+
+
+@pytest.mark.parametrize(
+    ("name", "command"),
+    [
+        ("a model's $(name)", ["pretrained=a model's $(name),trust_remote_code=True"]),
+        ("a,b", []),  # lm-eval parts arguments at commas
+        ("a\nb", []),
+    ],
+)
+def test_the_shell_is_given_the_name(ported, name, command):
+    text = write_card(ported, name=name).read_text()
+    found = re.findall(r"--model_args (.*) --tasks hellaswag", text)
+    assert [word for line in found for word in shlex.split(line)] == command
+
+
+@pytest.mark.parametrize(
+    ("front_matter", "fields"),
+    [
+        ("license: mit\nmodel-index: [{name: 3, results: [{task: 1}]}]", {"license": "mit"}),
+        ("license: mit\nmodel-index: 7\neval_results: 3", {"license": "mit"}),
+        ("license: [mit, apache-2.0]", {"license": ["mit", "apache-2.0"]}),
+        ("license: 1.0\nlicense_name: 2024-01-01\nlicense_link: yes", {"license": "1.0", "license_link": "yes"}),
+        ("license: null\nlanguage:", {"license": None, "languages": []}),
+        ("language: no", {"languages": ["no"]}),
+        ("language: [en, no, y, on, 1e3]", {"languages": ["en", "no", "y", "on", "1e3"]}),
+        ("language: [[en], {a: b}, de]", {"languages": ["de"]}),
+        ("base_model: meta/x\nbase_model_relation: merge", {"base_model": "meta/x", "base_model_relation": "merge"}),
+        ("base_model: [meta/x, ./out, a/b/c, meta/y]", {"base_model": ["meta/x", "meta/y"]}),
+        ('base_model: "x](http://evil) | a"', {"base_model": None}),
+        ("base_model: /mnt/models/x", {"base_model": None}),
+        ("base_model: {a: b}", {"base_model": None}),
+        ("license: !!python/object/apply:os.abort []", {"license": None}),
+    ],
+)
+def test_what_a_sources_card_says(tmp_path, front_matter, fields):
+    (tmp_path / "README.md").write_text(f"---\n{front_matter}\n---\n# Mine\n")
+    found = of_card(tmp_path)
+    assert {name: found[name] for name in fields} == fields
+
+
+@pytest.mark.parametrize("key", ["lol", "<<"])
+def test_aliases_cost_no_more_than_their_text(source, tmp_path, key):
+    """Ten names, each for ten of the one before; `<<` merges them."""
+    lines = ["a0: &a0 {x: y}"]
+    lines += [f"a{i}: &a{i} {{{key}: [{','.join([f'*a{i - 1}'] * 10)}]}}" for i in range(1, 11)]
+    (source / "README.md").write_text("\n".join(["---", "license: mit", *lines, "language: [*a10, no]", "---", ""]))
+    port(str(source), tmp_path / "ported")
+    data = ModelCard.load(tmp_path / "ported" / "README.md").data
+    assert (data.license, data.language) == ("mit", ["no"])
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        os.mkfifo,
+        os.mkdir,
+        lambda path: os.symlink("/dev/zero", path),
+        lambda path: os.symlink("nowhere", path),
+        lambda path: path.write_bytes(bytes(range(256)) * 99),
+        lambda path: (path.touch(), os.truncate(path, 2**34)),
+        lambda path: path.write_text("---\nlicense: " + "[" * 100_000 + "\n---\n"),
+        lambda path: path.write_text('---\nlicense: "\\UFFFFFFFF"\n---\n'),
+        lambda path: path.write_text("---\n- license\n---\n"),
+    ],
+    ids=["fifo", "folder", "device", "broken link", "binary", "huge", "deep", "no character", "list"],
+)
+def test_what_is_no_card_says_nothing(tmp_path, make):
+    make(tmp_path / "README.md")
+    assert of_card(tmp_path) == {}
 
 
 @pytest.mark.parametrize("content", ["no front matter", "---\nlicense: [\n---\n", ""])
@@ -216,9 +419,20 @@ def test_hashes_are_sha256_and_the_hubs_are_not_read(tmp_path):
     }
 
 
-def test_a_hub_source_is_the_base_model():
-    made = Provenance(made_by="port", source="owner/model", base_model="owner/model")
-    assert made.versions.keys() == {"modeling-attnres", "transformers", "torch", "safetensors"}
+def test_a_hub_source_is_the_base_model(ported):
+    """And what it was made from itself is told by its own card."""
+    made_as(ported, "port", "owner/model", base_model="owner/model", base_model_relation="merge")
+    card = ModelCard.load(write_card(ported))
+    assert card.data.base_model == "owner/model"
+    assert "base_model_relation" not in card.data
+    assert "Ported from [owner/model](https://huggingface.co/owner/model). Made with modeling-attnres" in card.text
+
+
+def test_a_source_made_from_several_names_them_all(ported):
+    made_as(ported, "port", "mine", base_model=["a/b", "c/d"], base_model_relation="a relation of its own")
+    card = ModelCard.load(write_card(ported))
+    assert (card.data.base_model, card.data.base_model_relation) == (["a/b", "c/d"], "merge")
+    assert "Ported from `mine`, which was made from [a/b](https://huggingface.co/a/b) and [c/d](" in card.text
 
 
 @pytest.mark.parametrize("name", sorted(path.parent.name for path in ROOT.glob("configuration/*/config.json")))

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from modeling_attnres import AttnResLlamaConfig
-from tests.families import LAYOUTS, Family
+from tests.families import LAYOUTS, TABLE, Family
 from tests.oracle import first_sublayers
 
 
@@ -26,11 +26,44 @@ from tests.oracle import first_sublayers
         ({"attn_res_block_boundaries": [0, 3, 2]}, "must increase"),
         ({"attn_res_block_boundaries": [0, 6]}, r"0 to 5\), got \[0, 6\]"),
         ({"attn_res_scale_norm_eps": "yes"}, "attn_res_scale_norm_eps"),
+        *(
+            ({"attn_res_block_boundaries": wrong}, "attn_res_block_boundaries")
+            for wrong in ([0, float("nan")], [0, 2.0], [False, True], ["0"], [0, [1]], "02", {0: 1})
+        ),
+        *(
+            ({field: wrong}, field)
+            for field in ("attn_res_mode", "attn_res_block_size", "attn_res_scale_norm_eps")
+            for wrong in ([], {}, 2.5)
+        ),
+        ({"attn_res_num_blocks": 3}, "attn_res_num_blocks is no field of .*; it has attn_res_block_boundaries, "),
+        ({"num_hidden_layers": 0}, "num_hidden_layers must be at least 1, got 0"),
+        ({"num_hidden_layers": -3}, "num_hidden_layers must be at least 1, got -3"),
     ],
 )
 def test_wrong_fields_are_refused(family: Family, fields, message):
     with pytest.raises(StrictDataclassError, match=message):
         family.config(**fields)
+
+
+@pytest.mark.parametrize("wrong", [[], {}, None, 3, "fast"])
+def test_a_reader_that_is_none_is_refused(wrong):
+    with pytest.raises(ValueError, match="attn_res_implementation must be one of 'auto', 'eager'"):
+        AttnResLlamaConfig(attn_res_implementation=wrong)
+
+
+@pytest.mark.parametrize("family", TABLE.values(), ids=TABLE.keys())
+@pytest.mark.parametrize("wrong", [float("nan"), float("inf"), -1e-6])
+def test_a_norm_whose_eps_is_none_is_refused(family: Family, wrong):
+    """By whatever name the family has it."""
+    names = [name for name in vars(family.config()) if "eps" in name and not name.startswith("attn_res")]
+    for name in names:
+        with pytest.raises(StrictDataclassError, match=f"{name} must be finite and not negative, got {wrong}"):
+            family.config(**{name: wrong})
+
+
+def test_a_config_costs_nothing_of_its_layers():
+    for mode in ("block", "full", "none"):
+        AttnResLlamaConfig(num_hidden_layers=10**9, attn_res_mode=mode, attn_res_block_boundaries=[0, 10**8])
 
 
 def test_fields_set_later_are_checked_before_a_model_is_built(family: Family):

@@ -108,6 +108,22 @@ def test_steering_does_what_it_does_in_the_base(family, layout, base, steer):
     assert relative_error(logits_of(model), plain) <= 3e-6  # and leaves nothing behind
 
 
+@pytest.mark.parametrize("skipped", [*((index,) for index in range(NUM_LAYERS)), (0, 1), (2, 3), (1, 4), (4, 5)])
+def test_a_hook_that_returns_a_layers_input_skips_it(family, layout, base, skipped):
+    model = ported(family, base, **layout)
+
+    def logits_without(model):
+        handles = [model.model.layers[one].register_forward_hook(lambda _, args, __: args[0]) for one in skipped]
+        logits = logits_of(model)
+        for handle in handles:
+            handle.remove()
+        return logits
+
+    expected = logits_without(base)
+    assert relative_error(expected, logits_of(base)) > 0.01
+    assert relative_error(logits_without(model), expected) <= 3e-6
+
+
 @pytest.mark.parametrize("gradients", [False, True])
 @pytest.mark.parametrize("steer", STEERING)
 def test_steering_in_bf16(layout, steer, gradients):

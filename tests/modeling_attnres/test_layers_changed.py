@@ -134,6 +134,12 @@ def test_a_base_layer_among_ours_is_refused(layout):
         pytest.fail("computed something")
 
 
+def test_a_layer_called_by_hand_says_what_it_lacks():
+    model = BY_NAME["Llama"].causal_lm()
+    with pytest.raises(TypeError, match="Decoder layer 1 was called without depth_reader"):
+        model.model.layers[1](torch.zeros(1, 2, 32))
+
+
 def test_no_layers_at_all_are_refused():
     model = with_layers(BY_NAME["Llama"].causal_lm(), [])
     with pytest.raises(TypeError, match="found none"):
@@ -160,3 +166,15 @@ def test_wrapped_layers_compute_the_same(layout, wrapper):
         model.model.layers[index] = wrapped
     for name, gradient in gradients().items():
         assert relative_error(gradient, expected[name]) <= 1e-5 or not expected[name].any(), name
+
+
+def test_a_compiled_pass_may_break_within():
+    """As it does for code that torch.compile does not understand: the rest of the pass finds its reader again."""
+    torch.compiler.reset()
+    model = BY_NAME["Llama"].causal_lm(num_hidden_layers=3)
+    model.config.use_cache = False  # its growth alone would be compiled anew
+    with torch.no_grad():
+        expected = logits(model)
+        for layer in model.model.layers:
+            layer.register_forward_hook(lambda *_: torch._dynamo.graph_break())
+        assert relative_error(torch.compile(model, backend="eager")(tokens()).logits, expected) <= 1e-5

@@ -15,7 +15,7 @@ from transformers.utils import logging
 import modeling_attnres
 from tests.conftest import ROOT
 from tests.conversion.checkpoints import all_tensors
-from tests.families import FAMILIES, randomise_depth, tokens
+from tests.families import BY_NAME, FAMILIES, randomise_depth, tokens
 from tests.oracle import relative_error
 
 
@@ -62,6 +62,40 @@ def test_saving_a_model_loaded_from_a_base_checkpoint(family, base_checkpoint, t
     assert all(torch.equal(saved[name], value) for name, value in base.items())
 
 
+def test_a_base_checkpoint_is_loaded_without_changing_what_it_computes(family, base_checkpoint, mode):
+    base = family.base("ForCausalLM").from_pretrained(base_checkpoint).eval()
+    model = family.ours("ForCausalLM").from_pretrained(base_checkpoint, **mode).eval()
+    with torch.no_grad():
+        expected = base(tokens()).logits
+        assert relative_error(model(tokens()).logits, expected) <= 3e-6
+    assert (
+        not family.ours("Config")
+        .from_pretrained(base_checkpoint, attn_res_scale_norm_eps=False)
+        .attn_res_scale_norm_eps
+    )
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [{"attn_res_block_size": 3}, {"attn_res_mode": "full"}, {"attn_res_mode": "none"}, {"num_hidden_layers": 4}],
+)
+def test_a_config_that_no_longer_describes_the_model_is_not_saved(changed, tmp_path):
+    for kind in ("ForCausalLM", "Model"):
+        model = BY_NAME["Llama"].ours(kind)(BY_NAME["Llama"].config(attn_res_block_size=2))
+        for name, value in changed.items():
+            setattr(model.config, name, value)
+        with pytest.raises(ValueError, match=r"made with 6 decoder layers in blocks that start at \[0, 2, 4\]"):
+            model.save_pretrained(tmp_path)
+        assert not list(tmp_path.iterdir())
+
+
+def test_a_base_familys_config_is_refused_by_name():
+    base = BY_NAME["Llama"].base("Config")()
+    for kind in ("ForCausalLM", "Model"):
+        with pytest.raises(TypeError, match="expected a config of AttnResLlamaConfig, got LlamaConfig"):
+            BY_NAME["Llama"].ours(kind)(base)
+
+
 def test_head_and_base_checkpoints_load_into_each_other(family, tmp_path):
     model = family.causal_lm()
     model.save_pretrained(tmp_path / "lm")
@@ -97,8 +131,41 @@ def test_depth_tensors_of_another_number_of_sites_are_refused(family, tmp_path, 
     tensors = load_file(tmp_path / "model.safetensors")
     tensors[f"model.attn_res.{name}"] = tensors[f"model.attn_res.{name}"][:-1].clone()
     save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
-    with pytest.raises(RuntimeError, match=r"(?s)ignore_mismatched_sizes|mismatch"):
+    expected = rf"model\.attn_res\.{name} of the checkpoint has 12 rows, expected 13: .* 6 decoder layers"
+    with pytest.raises(RuntimeError, match=expected):
         family.ours("ForCausalLM").from_pretrained(tmp_path)
+
+
+@pytest.mark.parametrize("kept", [1, 4])
+def test_fewer_layers_than_the_checkpoint_has(family, layout, base_checkpoint, kept, tmp_path):
+    """Refused with two ways out; both compute what the base computes with as many layers."""
+    model = family.ours("ForCausalLM").from_pretrained(base_checkpoint, attn_res_scale_norm_eps=True, **layout)
+    model.save_pretrained(tmp_path / "ported")
+    ids = tokens()
+    base = family.base("ForCausalLM").from_pretrained(base_checkpoint)
+    base.model.layers = base.model.layers[:kept]
+    expected = base.eval()(ids, use_cache=False).logits
+
+    if layout.get("attn_res_block_boundaries", [0])[-1] >= kept:
+        with pytest.raises(ValueError, match=f"within the {kept} decoder layers"):
+            AutoModelForCausalLM.from_pretrained(tmp_path / "ported", num_hidden_layers=kept)
+    else:
+        says = rf"has 13 rows, expected {2 * kept + 1}: .* model\.model\.layers\[:{kept}\]"
+        with pytest.raises(RuntimeError, match=says):
+            AutoModelForCausalLM.from_pretrained(tmp_path / "ported", num_hidden_layers=kept)
+        anew = AutoModelForCausalLM.from_pretrained(
+            tmp_path / "ported", num_hidden_layers=kept, ignore_mismatched_sizes=True
+        )
+        assert relative_error(anew.eval()(ids, use_cache=False).logits, expected) <= 3e-6
+    cut = AutoModelForCausalLM.from_pretrained(tmp_path / "ported")
+    cut.model.layers = cut.model.layers[:kept]
+    assert relative_error(cut.eval()(ids, use_cache=False).logits, expected) <= 3e-6
+
+
+def test_a_mismatch_of_other_tensors_too_is_told_by_transformers(tmp_path):
+    FAMILIES[0].causal_lm().save_pretrained(tmp_path)
+    with pytest.raises(RuntimeError, match=r"(?s)ignore_mismatched_sizes.*above report"):
+        AutoModelForCausalLM.from_pretrained(tmp_path, num_hidden_layers=4, intermediate_size=64)
 
 
 def test_one_depth_tensor_without_the_other_is_named(family, tmp_path):
@@ -300,6 +367,11 @@ def test_asking_for_what_is_not_there_says_why(name, why):
         with pytest.raises(AttributeError, match=why):
             getattr(module, name)
         assert not hasattr(module, name)
+
+
+def test_an_import_of_what_is_not_there_says_why():
+    with pytest.raises(ImportError, match=r"has no BertForCausalLM.*Near names"):
+        from modeling_attnres import AttnResBertForCausalLM  # noqa: F401
 
 
 def test_a_name_that_does_not_qualify_names_near_ones_that_do():

@@ -7,11 +7,13 @@ import sys
 
 import pytest
 import torch
+from torch.func import functional_call, grad, vmap
 
 from modeling_attnres import DepthReader, register_depth_reader
 from modeling_attnres.depth_attention import EagerReader, choose_depth_reader
 from modeling_attnres.depth_readers import TrainingReader, TwoPhaseReader
 from tests.families import BY_NAME, tokens
+from tests.oracle import relative_error
 
 
 LLAMA = BY_NAME["Llama"]
@@ -171,22 +173,24 @@ def test_a_reader_by_name_gives_the_same_bits_with_and_without_gradients(family,
     assert torch.equal(model(tokens(), use_cache=False).logits, without)
 
 
-def test_export_with_a_dynamic_length(mode):
-    """As the base exports; the program computes what the model computes at a length it was not traced with."""
-    lengths = {"input_ids": {1: torch.export.Dim("length", min=2, max=200)}}
+@pytest.mark.parametrize("strict", [False, True])
+def test_export_with_a_dynamic_length(mode, strict):
+    """As the base exports; the program computes what the model computes at sizes it was not traced with."""
+    sizes = {0: torch.export.Dim("batch", min=2, max=64), 1: torch.export.Dim("length", min=2, max=200)}
 
     def exported(model):
         model.config.use_cache = False
         with torch.no_grad():
             return torch.export.export(
-                model, (), {"input_ids": tokens(length=9)}, dynamic_shapes=lengths, strict=False
+                model, (), {"input_ids": tokens(length=9)}, dynamic_shapes={"input_ids": sizes}, strict=strict
             ).module()
 
     small = {"num_hidden_layers": 2}
-    for one in (LLAMA.base_causal_lm(**small), LLAMA.causal_lm(**mode, **small)):
+    base = [] if strict else [LLAMA.base_causal_lm(**small)]
+    for one in (*base, LLAMA.causal_lm(**mode, **small)):
         program = exported(one)
-        for length in (9, 17, 4):
-            ids = tokens(length=length, seed=length)
+        for batch, length in ((2, 9), (3, 17), (5, 4)):
+            ids = tokens(batch, length, seed=length)
             torch.testing.assert_close(program(input_ids=ids).logits, one(ids).logits, rtol=1e-4, atol=1e-4)
 
 
@@ -194,6 +198,36 @@ def test_a_reader_that_does_not_export_is_refused():
     model = with_reader("two_phase", num_hidden_layers=2)
     with pytest.raises(Exception, match="'two_phase' does not support export"), torch.no_grad():
         torch.export.export(model, (), {"input_ids": tokens()}, strict=False)
+
+
+@pytest.mark.filterwarnings("ignore:There is a performance drop")
+@pytest.mark.parametrize("implementation", ["auto", "eager", "two_phase"])
+@pytest.mark.parametrize("name", ["inputs_embeds", "model.attn_res.query"])
+def test_a_batch_of_passes_mapped_by_torch_func(mode, name, implementation):
+    """Over inputs, or over queries: what the passes one by one compute, and their gradients."""
+    model = with_reader(implementation, num_hidden_layers=2, attn_implementation="eager", **mode)
+    model.config.use_cache = False
+    embeddings = torch.randn(2, 7, 32)
+    batch = torch.randn(3, *(embeddings if name == "inputs_embeds" else model.get_parameter(name)).shape)
+
+    def computed(one):
+        given = {"inputs_embeds": embeddings} | ({name: one} if name == "inputs_embeds" else {})
+        return functional_call(model, {} if name in given else {name: one}, (), given).logits
+
+    with torch.no_grad():
+        expected = torch.stack([computed(one) for one in batch])
+        assert relative_error(vmap(computed)(batch), expected) <= 1e-5
+    if implementation != "two_phase":
+        gradient = grad(lambda one: computed(one).square().mean())
+        expected = torch.stack([gradient(one) for one in batch])
+        assert relative_error(vmap(gradient)(batch), expected) <= 1e-4
+
+
+def test_a_reader_that_torch_func_cannot_transform_is_refused(mode):
+    model = with_reader("training", num_hidden_layers=2, **mode)
+    query = model.get_parameter("model.attn_res.query").detach()
+    with pytest.raises(ValueError, match=r"'training' does not support torch\.func's transforms, .* or 'eager'"):
+        grad(lambda one: functional_call(model, {"model.attn_res.query": one}, (tokens(),)).logits.sum())(query)
 
 
 @pytest.mark.parametrize("cast", ["half", "bfloat16", "to", "double"])

@@ -1,10 +1,13 @@
 import json
+import re
 
 import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
+from typer.testing import CliRunner
 
 from tests.families import BY_NAME
+from training.__main__ import app
 
 
 TEMPLATE = (
@@ -56,3 +59,20 @@ def text_file(tmp_path):
     lines = [json.dumps({"text": words(5 + 7 * (seed % 5), seed)}) for seed in range(60)]
     path.write_text("\n".join(lines) + "\n")
     return path
+
+
+def succeed(*args) -> str:
+    """What a command prints that does what it was asked to."""
+    result = CliRunner().invoke(app, list(map(str, args)), catch_exceptions=False)
+    assert result.exit_code == 0, result.output
+    return result.stdout
+
+
+def refused(message: str, *args) -> None:
+    """A command is refused in one line, with status 2."""
+    result = CliRunner().invoke(app, list(map(str, args)), catch_exceptions=False)
+    assert result.exit_code == 2, result.output
+    *_, error, end = result.stderr.split("\n")
+    assert error.startswith("error: "), result.stderr
+    assert re.search(message, error), error
+    assert end == ""

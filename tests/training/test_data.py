@@ -1,12 +1,15 @@
 """Reading data: what is learned, what is held out, what is refused."""
 
 import json
+import os
+from pathlib import Path
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from common.errors import UserError
 from tests.families import BY_NAME, FAMILIES
 from tests.training.tokenization_words import WordsTokenizer
 from training.data import IGNORED, Collator, DataError, Document, hold_out, make_rows, read_documents
@@ -69,12 +72,16 @@ def test_files_may_mix_texts_and_conversations(tokenizer, tmp_path):
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        ("", r"data\.jsonl is empty; expected text"),
+        ("", r"data\.jsonl is empty; expected some text"),
         ('{"text": "w1"}\n{"text": ', r"data.jsonl, line 2: no JSON \(Expecting value, column 10\)"),
         ('{"text": "w1"}\n\n[1]', r"line 3: expected an object with 'text' or 'messages', found '\[1\]'"),
-        ('{"txt": "w1"}', r"line 1: expected a text in 'text'.*fields 'txt'"),
+        ('{"txt": "w1"}', r"line 1: the field 'txt' is unknown; expected 'text', or 'messages' and 'tools'"),
         ('{"text": 7}', r"line 1: expected a text in 'text'.*found 7"),
         ('{"text": "  "}', r"line 1: expected a text"),
+        (r'{"text": "a \ud800 b"}', r"line 1: no JSON \(.*surrogates not allowed\)"),
+        ('{"text": "w1", "text": "w2"}', r"line 1: no JSON \('text' is named twice\)"),
+        ('{"text": ' + "[" * 100_000, r"line 1: no JSON \(it is nested too deeply\)"),
+        ('{"text": ' + "1" * 5000 + "}", r"line 1: no JSON \(Exceeds the limit"),
         ('{"messages": []}', r"line 1: 'messages' must be a list of messages, found \[\]"),
         ('{"messages": [{"role": "user"}]}', r"line 1: message 0 must have texts 'role' and 'content'"),
         ('{"messages": [{"role": "user", "content": "w1"}]}', r"line 1: no message of the role 'assistant'"),
@@ -82,24 +89,165 @@ def test_files_may_mix_texts_and_conversations(tokenizer, tmp_path):
     ],
 )
 def test_malformed_data_is_named(content, message, tokenizer, tmp_path):
-    with pytest.raises(DataError, match=message):
+    with pytest.raises(UserError, match=message):
         read_documents([write(tmp_path, content)], tokenizer)
 
 
 def test_files_that_cannot_be_read_are_named(tokenizer, tmp_path):
-    with pytest.raises(DataError, match="missing\\.txt cannot be read"):
-        read_documents([tmp_path / "missing.txt"], tokenizer)
     (tmp_path / "latin.txt").write_bytes(b"\xff\xfe\xfa")
-    with pytest.raises(DataError, match="latin\\.txt cannot be read as UTF-8"):
-        read_documents([tmp_path / "latin.txt"], tokenizer)
+    os.mkfifo(tmp_path / "pipe.jsonl")
+    for path, message in (
+        (tmp_path / "missing.txt", "missing"),
+        (tmp_path / "latin.txt", "cannot be read as UTF-8"),
+        (tmp_path / "pipe.jsonl", "pipe"),
+        (Path("/dev/zero"), "device"),
+        (tmp_path, "folder"),
+    ):
+        with pytest.raises(UserError, match=f"{path}.*{message}"):
+            read_documents([path], tokenizer)
 
 
-def test_a_template_that_rewrites_earlier_turns_is_refused(tokenizer, tmp_path):
-    tokenizer = type(tokenizer)(tokenizer_object=tokenizer._tokenizer, eos_token="</s>")
-    tokenizer.chat_template = "{% for m in messages %}{{ loop.length }} {{ m['content'] }} {% endfor %}"
+def with_template(tokenizer, template):
+    return type(tokenizer)(tokenizer_object=tokenizer._tokenizer, eos_token="</s>", chat_template=template)
+
+
+def conversation(*messages, **fields):
+    """A row, from words such as "user w0", or whole messages."""
+    turns = [dict(zip(("role", "content"), one.split(" ", 1))) if isinstance(one, str) else one for one in messages]
+    return {"messages": turns} | fields
+
+
+def learned(rows, tokenizer, tmp_path):
+    """The words that are learned of each row."""
+    documents = read_documents([write(tmp_path, rows)], tokenizer)
+    return [
+        " ".join(tokenizer.convert_ids_to_tokens([label for label in document.labels if label != IGNORED]))
+        for document in documents
+    ]
+
+
+POSITIONAL = {  # what a turn looks like depends on where it stands
+    "a mark of the last turn": "{% for m in messages %}<{{ m.role }}> "
+    "{% if m.role == 'assistant' and loop.last %}<think> {% endif %}{{ m.content }} </s> {% endfor %}"
+    "{% if add_generation_prompt %}<assistant> {% endif %}",
+    "an end of the last turn": "{% for m in messages %}<{{ m.role }}> {{ m.content }} {% endfor %}"
+    "{% if add_generation_prompt %}<assistant> {% else %}</s> {% endif %}",
+    "a count": "{% for m in messages %}{{ loop.length }} {{ m.content }} {% endfor %}",
+}
+
+
+@pytest.mark.parametrize("name", POSITIONAL)
+def test_no_word_of_the_user_is_learned_where_a_template_goes_by_position(name, tokenizer, tmp_path):
+    tokenizer = with_template(tokenizer, POSITIONAL[name])
+    row = conversation("user w0 w1", "assistant w2", "user w3 w4", "assistant w5")
+    with pytest.raises(DataError, match=r"line 1: the chat template writes message 1 .*'weight' as 0"):
+        read_documents([write(tmp_path, [row])], tokenizer)
+    row["messages"][1]["weight"] = 0
+    if name != "a count":  # what it writes of the user is rewritten, too
+        (words,) = learned([row], tokenizer, tmp_path)
+        assert words.replace("<unk>", "").split()[0] == "w5"
+
+
+def test_messages_of_weight_0_are_not_learned(tokenizer, tmp_path):
+    row = conversation("user w0", "assistant w1", "user w2", "assistant w3")
+    for weights, expected in (((0, 1), "w3 </s>"), ((1, 0), "w1 </s>"), ((None, 1.0), "w1 </s> w3 </s>")):
+        row["messages"][1]["weight"], row["messages"][3]["weight"] = weights
+        assert learned([row], tokenizer, tmp_path) == [expected]
+
+
+WITH_TOOLS = (
+    "{% if tools %}w9 {% for t in tools %}{{ t.function.name }} {% endfor %}{% endif %}"
+    "{% for m in messages %}<{{ m.role }}> {% if m.tool_calls %}w8 {{ m.tool_calls[0].function.name }} "
+    "{% else %}{{ m.content }} {% endif %}</s> {% endfor %}{% if add_generation_prompt %}<assistant> {% endif %}"
+)
+CALL = {"role": "assistant", "content": None, "tool_calls": [{"type": "function", "function": {"name": "w7"}}]}
+ANSWER = {"role": "tool", "content": "w3", "tool_call_id": "1", "name": "w7"}
+TOOLS = [{"type": "function", "function": {"name": "w7"}}]
+
+
+def test_tools_and_their_calls_reach_the_template(tokenizer, tmp_path):
+    tokenizer = with_template(tokenizer, WITH_TOOLS)
+    path = write(tmp_path, [conversation("user w0", CALL, ANSWER, "assistant w4", tools=TOOLS)])
+    (document,) = read_documents([path], tokenizer)
+    found = tokenizer.convert_ids_to_tokens(document.ids)
+    assert found[:4] == ["w9", "w7", "<user>", "w0"]
+    words = [word for word, label in zip(found, document.labels) if label != IGNORED]
+    assert words == ["w8", "w7", "</s>", "w4", "</s>"]
+
+
+OURS = "user w0", "assistant w1"
+PASSED_OVER = {  # by the plain template of the fixture
+    "tools": (conversation(*OURS, tools=TOOLS), "writes nothing of 'tools'"),
+    "tool calls": (conversation("user w0", CALL), "writes nothing of the messages' field 'tool_calls'"),
+    "a field that is false": (
+        conversation("user w0", {"role": "assistant", "content": "w1", "train": False}),
+        "writes nothing of the messages' field 'train'",
+    ),
+    "reasoning": (
+        conversation("user w0", {"role": "assistant", "content": "w1", "reasoning_content": "w2"}),
+        "writes nothing of the messages' field 'reasoning_content'",
+    ),
+    "a field of a row": (conversation(*OURS, split="test"), "the field 'split' is unknown; expected 'messages' and"),
+    "text beside messages": (conversation(*OURS, text="w1"), "the field 'text' is unknown"),
+    "tools beside text": ({"text": "w1", "tools": TOOLS}, "the field 'tools' is unknown"),
+    "tools that are none": (conversation(*OURS, tools="w1"), "'tools' must be a list"),
+    "half a weight": (
+        conversation("user w0", {"role": "assistant", "content": "w1", "weight": 0.5}),
+        "message 1: 'weight' is 0.5; expected 0 or 1",
+    ),
+    "a list as weight": (
+        conversation("user w0", {"role": "assistant", "content": "w1", "weight": []}),
+        r"message 1: 'weight' is \[\]",
+    ),
+    "the user's weight": (
+        conversation({"role": "user", "content": "w0", "weight": 1}, "assistant w1"),
+        "message 0: 'weight' is 1; expected 0 or 1, of an assistant's",
+    ),
+    "weights that leave nothing": (
+        conversation("user w0", {"role": "assistant", "content": "w1", "weight": 0}),
+        "so there is nothing to learn",
+    ),
+    "no content and no calls": (
+        conversation("user w0", {"role": "assistant", "content": None}),
+        "message 1 must have texts 'role' and 'content'",
+    ),
+    "an empty role": (conversation({"role": "", "content": "w0"}, "assistant w1"), "message 0 must have texts"),
+}
+
+
+@pytest.mark.parametrize("name", PASSED_OVER)
+def test_nothing_in_a_row_is_passed_over(name, tokenizer, tmp_path):
+    row, message = PASSED_OVER[name]
+    with pytest.raises(DataError, match=f"line 2: .*{message}"):
+        read_documents([write(tmp_path, [{"text": "w1"}, row])], tokenizer)
+
+
+def test_a_role_that_the_template_leaves_out_is_refused(tokenizer, tmp_path):
+    template = tokenizer.chat_template.replace("%}<{{", "if m.role != 'critic' %}<{{", 1)
+    row = conversation("critic w9", "user w0", "assistant w1")
+    with pytest.raises(DataError, match="line 1: the chat template writes nothing of the role 'critic'"):
+        read_documents([write(tmp_path, [row])], with_template(tokenizer, template))
+
+
+def test_what_says_nothing_may_stand_there(tokenizer, tmp_path):
+    """As where rows come from a table, whose every row has every column."""
+    empty = {"tool_calls": [], "name": None, "weight": None, "reasoning_content": ""}
+    row = conversation("user w0", {"role": "assistant", "content": "w1"} | empty, text=None, tools=[])
+    assert learned([row, {"text": "w2", "messages": None}], tokenizer, tmp_path)[0] == "w1 </s>"
+
+
+@pytest.mark.parametrize("row", ['{"text": "w0 w95"}', '{"messages": [%s, %s]}'])
+def test_tokens_that_the_model_has_no_embedding_for_are_refused(row, tokenizer, tmp_path):
+    turns = [json.dumps({"role": role, "content": "w89"}) for role in ("user", "assistant")]
+    path = write(tmp_path, '{"text": "w0"}\n' + (row % tuple(turns) if "%s" in row else row.replace("w95", "w89")))
+    assert len(read_documents([path], tokenizer, 96)) == 2
+    with pytest.raises(DataError, match=r"line 2: the tokenizer gives the token 95 \('w89'\), but .* for 95"):
+        read_documents([path], tokenizer, 95)
+
+
+def test_a_template_that_fails_is_named(tokenizer, tmp_path):
+    tokenizer = with_template(tokenizer, "")
     turns = [{"role": role, "content": "w1"} for role in ("user", "assistant", "user", "assistant")]
-    with pytest.raises(DataError, match="line 1: the chat template rewrites earlier turns"):
-        read_documents([write(tmp_path, [{"messages": turns}])], tokenizer)
     tokenizer.chat_template = "{{ raise_exception('no system role') }}"
     with pytest.raises(DataError, match="refuses these messages: no system role"):
         read_documents([write(tmp_path, [{"messages": turns}])], tokenizer)

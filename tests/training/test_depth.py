@@ -32,7 +32,7 @@ def test_entropy_and_reach_by_hand():
     ]
     found = site_statistics(two_blocks, [one.double() for one in weights])[3]
     assert found.reach == pytest.approx(0.5 * 4 + 0.25 * 2 + 0.25 * 1)
-    assert found.entropy == pytest.approx((0.5 * math.log(2) + 0.5 * math.log(4)) / math.log(3))
+    assert found.entropy_of_mean == pytest.approx((0.5 * math.log(2) + 0.5 * math.log(4)) / math.log(3))
     assert found.largest == 0.5
 
 

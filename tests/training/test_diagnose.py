@@ -5,21 +5,17 @@ import json
 import matplotlib.image
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
-from typer.testing import CliRunner
 
-from conversion.checkpoint import CheckpointError
 from tests.families import BY_NAME
-from training.__main__ import app
+from tests.training import conftest
 from training.diagnose import layer_curves, standard_residuals
-from training.finetune import TrainingError
 
-from .conftest import words
+from .conftest import succeed, words
+from .test_finetune import command
 
 
 def diagnose(*args):
-    result = CliRunner().invoke(app, ["diagnose", *map(str, args)], catch_exceptions=False, standalone_mode=False)
-    assert result.exit_code == 0, result.output
+    return succeed("diagnose", *args)
 
 
 @pytest.fixture
@@ -34,9 +30,9 @@ def test_figures_of_every_family(family, mode, save_model, text, tmp_path):
     diagnose(model, "--output", output, "--text", text, "--tokens", 40)
     found = json.loads((output / "diagnosis.json").read_text())
     assert found["tokens"] == 40
-    assert len(found["weights"]) == len(found["entropy"]) == len(found["reach"]) == 13
+    assert len(found["weights"]) == len(found["entropy_of_mean"]) == len(found["reach"]) == 13
     assert all(sum(weights) == pytest.approx(1, abs=1e-5) for weights in found["weights"])
-    assert 0 < min(found["entropy"]) <= max(found["entropy"]) <= 1 + 1e-9
+    assert 0 < min(found["entropy_of_mean"]) <= max(found["entropy_of_mean"]) <= 1 + 1e-9
     for of_models in found["by layer"].values():
         assert set(of_models) == {str(model), "standard residuals"}
         assert all(len(values) == 6 and min(values) > 0 for values in of_models.values())
@@ -97,13 +93,24 @@ def test_a_second_model_and_an_adapter(save_model, text, tmp_path, text_file):
     assert json.loads((tmp_path / "plain/diagnosis.json").read_text())["weights"] != found["weights"]
 
 
-def test_what_cannot_be_diagnosed(save_model, text, tmp_path):
-    AutoModelForCausalLM.from_pretrained(save_model(attn_res_mode="none"))
-    with pytest.raises(TrainingError, match="has no depth attention to diagnose"):
-        diagnose(save_model(attn_res_mode="none"), "--output", tmp_path / "out", "--text", text)
+def test_what_cannot_be_diagnosed(save_model, text_file, text, tmp_path):
+    def refused(message, model, *args, output=tmp_path / "out"):
+        conftest.refused(message, "diagnose", model, "--output", output, *args)
+        assert not (tmp_path / "out").exists()
+
+    model, text = save_model(), ("--text", text)
+    refused("has no depth attention to diagnose", save_model("Mixtral", attn_res_mode="none"), *text)
     (tmp_path / "full").mkdir()
     (tmp_path / "full/file").touch()
-    with pytest.raises(TrainingError, match="exists and is not empty"):
-        diagnose(save_model(), "--output", tmp_path / "full", "--text", text)
-    with pytest.raises(CheckpointError, match="cannot be read"):
-        diagnose(save_model(), "--output", tmp_path / "out", "--text", tmp_path / "missing.txt")
+    refused("exists and is not empty", model, *text, output=tmp_path / "full")
+    refused("missing", model, "--text", tmp_path / "missing.txt")
+    refused("1 tokens of it, with --tokens 1; expected 2 or more", model, *text, "--tokens", 1)
+    refused("0 tokens of it", model, *text, "--tokens", 0)
+    refused("no adapter", model, *text, "--adapter", model)
+    succeed(*command(model, text_file, tmp_path / "tuned", "--control"))
+    refused("tuned/adapter .* has no depth attention", model, *text, "--adapter", tmp_path / "tuned/adapter")
+    refused("is an adapter, expected a model. Merge it first", tmp_path / "tuned/adapter", *text)
+    refused("is an adapter, expected a model", model, *text, "--against", tmp_path / "tuned/adapter")
+    small = save_model("Qwen3Moe", vocab_size=20)
+    refused("the token 95|the token .*, but .* has embeddings for 20", small, *text)
+    refused("has embeddings for 20", model, *text, "--against", small)

@@ -41,7 +41,9 @@ def test_trackers_see_what_the_model_says(tmp_path):
     assert logged == {key: trainer.state.log_history[1][key] for key in logged}
     weights = mean_depth_weights(model.eval(), tokens(batch=1))
     expected = [one for one, w in zip(site_statistics(model.config, weights), weights) if len(w) > 1]
-    assert logged["depth/entropy"] == pytest.approx(sum(one.entropy for one in expected) / len(expected))
+    assert logged["depth/entropy_of_mean"] == pytest.approx(
+        sum(one.entropy_of_mean for one in expected) / len(expected)
+    )
     assert logged["depth/reach"] == pytest.approx(sum(one.reach for one in expected) / len(expected))
     assert logged["depth/largest_weight"] == pytest.approx(max(one.largest for one in expected))
     queries = model.model.attn_res.query.detach()

@@ -1,0 +1,121 @@
+"""What a run leaves in its output folder to go on from: its recipe, and checkpoints that are marked when complete."""
+
+import contextlib
+import fcntl
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+from safetensors import SafetensorError
+from transformers import TrainingArguments
+from transformers.trainer import TRAINER_STATE_NAME
+
+from common.errors import describe
+from common.files import whole_file
+from conversion.checkpoint import read_json
+
+from .loading import TrainingError
+
+
+COMPLETE = "complete"  # the file that a checkpoint gets last
+RECIPE = "recipe.json"
+MATTER = (
+    *("seed", "data_seed", "world_size", "per_device_train_batch_size", "gradient_accumulation_steps"),
+    *("max_steps", "num_train_epochs", "learning_rate", "lr_scheduler_type", "lr_scheduler_kwargs", "warmup_steps"),
+    *("optim", "optim_args", "weight_decay", "adam_beta1", "adam_beta2", "adam_epsilon", "max_grad_norm"),
+    *("label_smoothing_factor", "neftune_noise_alpha", "bf16", "fp16"),
+)  # of TrainingArguments: what a run learns depends on them
+
+
+@contextlib.contextmanager
+def writing(path: Path) -> Iterator[None]:
+    """Make of what safetensors and torch raise where a file cannot be written, as on a full disk, an `OSError`."""
+    try:
+        yield
+    except (SafetensorError, RuntimeError) as error:
+        raise OSError(f"{path} cannot be written: {describe(error)}") from error
+
+
+@contextlib.contextmanager
+def claimed(output: Path) -> Iterator[None]:
+    """Hold an output folder, which is made, alone of all processes.
+
+    Raises:
+        TrainingError: another one holds it.
+    """
+    output.mkdir(parents=True, exist_ok=True)
+    descriptor = os.open(output, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise TrainingError(f"{output}: another process trains there. Choose another --output.") from None
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def describe_run(recipe: dict, arguments: TrainingArguments) -> dict:
+    """All that decides what a run learns, as JSON has it; data by the hashes of their files."""
+    model, hashes = Path(recipe["model"]), []
+    for path in recipe["data"]:
+        with open(path, "rb") as file:
+            hashes.append(hashlib.file_digest(file, "sha256").hexdigest())
+    run = recipe | {"model": str(model.resolve()) if model.exists() else recipe["model"], "data": hashes}
+    run |= {name: getattr(arguments, name) for name in MATTER}
+    return json.loads(json.dumps(run, default=str))
+
+
+def all_checkpoints(output: Path) -> list[Path]:
+    """The checkpoints of a folder in order, complete or not."""
+    found = [path for path in output.glob("checkpoint-*") if path.name.removeprefix("checkpoint-").isdecimal()]
+    return sorted(found, key=lambda path: int(path.name.removeprefix("checkpoint-")))
+
+
+def last_complete_checkpoint(output: Path) -> Path | None:
+    """The newest checkpoint that was written to its end; what a kill left half done is not considered."""
+    return next((path for path in reversed(all_checkpoints(output)) if (path / COMPLETE).exists()), None)
+
+
+def checkpoint_to_resume(output: Path, resume: bool, run: dict, writes: bool) -> Path | None:
+    """Where a run continues; `None` where it starts, and then its recipe is written. Says in a line what it finds.
+
+    Args:
+        output: the folder of the run.
+        resume: whether to continue if that is possible.
+        run: what decides what it learns.
+        writes: whether this process, of several, is the one that writes. It removes what a kill left half done.
+
+    Raises:
+        TrainingError: there is a checkpoint and no `resume`, or one of another run.
+    """
+    checkpoint, recipe, begun = last_complete_checkpoint(output), output / RECIPE, all_checkpoints(output)
+    if begun and not recipe.exists():
+        raise TrainingError(f"{output} holds {begun[0].name} of something else: no {RECIPE}. Choose another --output.")
+    if checkpoint and not resume:
+        raise TrainingError(f"{output} holds checkpoints. Continue with --resume, or choose another --output.")
+    if checkpoint:
+        read_json(checkpoint / TRAINER_STATE_NAME)  # which Trainer takes to be whole
+        before = read_json(recipe)
+        for field, value in run.items():
+            if before.get(field) != value:
+                raise TrainingError(
+                    f"--resume: {field} is {value!r}, expected {before.get(field)!r} as {recipe} has it. Give that, or "
+                    "start anew in another --output."
+                )
+    if not writes:
+        return checkpoint
+    for leftover in begun:
+        if not (leftover / COMPLETE).exists():
+            shutil.rmtree(leftover)
+    if checkpoint:
+        print(f"{output}: continuing from {checkpoint.name}")
+    else:
+        if begun or resume:
+            print(f"{output}: no checkpoint is complete, starting anew")
+        with whole_file(recipe) as file:
+            file.write_text(json.dumps(run, indent=1) + "\n")
+    return checkpoint

@@ -1,0 +1,77 @@
+"""Opening what a user names: the config, weights and tokenizer of a model. Each is refused in one line."""
+
+import math
+from pathlib import Path
+
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedConfig, PreTrainedModel
+
+import modeling_attnres  # noqa: F401, registers the families with the Auto classes
+from common.errors import UserError, reading
+from conversion.checkpoint import CONFIG_NAME
+
+
+ADAPTER_CONFIG = "adapter_config.json"
+
+
+class TrainingError(UserError):
+    """What cannot work; the message says which setting or file, what was found and what was expected."""
+
+
+def load_config(path: str | Path) -> PreTrainedConfig:
+    """The config of a model.
+
+    Raises:
+        UserError: it cannot be read, is that of an adapter, or has a number that is not finite.
+    """
+    if (Path(path) / ADAPTER_CONFIG).exists() and not (Path(path) / CONFIG_NAME).exists():
+        raise TrainingError(
+            f"{path} is an adapter, expected a model. Merge it first: python -m training merge {path} TARGET"
+        )
+    with reading(path):
+        config = AutoConfig.from_pretrained(path, trust_remote_code=False)
+    for field, value in vars(config).items():
+        if isinstance(value, float) and not math.isfinite(value):
+            raise TrainingError(f"{path}: {field} is {value} in {CONFIG_NAME}, expected a finite number.")
+    return config
+
+
+def load_attnres_config(path: str | Path) -> PreTrainedConfig:
+    """The config of a model with Attention Residuals.
+
+    Raises:
+        UserError: as `load_config`, or the model has none.
+    """
+    config = load_config(path)
+    if not hasattr(config, "attn_res_mode"):
+        raise TrainingError(
+            f"{path} is a {config.model_type!r}, without Attention Residuals. Port it first: "
+            f"python -m conversion port {path} TARGET"
+        )
+    return config
+
+
+def load_weights(path: str | Path, config: PreTrainedConfig, **kwargs) -> PreTrainedModel:
+    """The model at a path, as a config describes it.
+
+    Raises:
+        UserError: its weights cannot be read, or some are missing or of another shape: transformers would make them up.
+    """
+    how = {"output_loading_info": True, "ignore_mismatched_sizes": True, "trust_remote_code": False}
+    with reading(path):
+        model, found = AutoModelForCausalLM.from_pretrained(path, config=config, **how, **kwargs)
+    for name, shape, expected in sorted(found["mismatched_keys"]):
+        raise TrainingError(f"{path}: {name} has shape {list(shape)}, but {CONFIG_NAME} implies {list(expected)}.")
+    if missing := sorted(found["missing_keys"]):
+        raise TrainingError(f"{path}: {missing[0]} is missing, one of {len(missing)}, which {CONFIG_NAME} implies.")
+    return model
+
+
+def load_tokenizer(path: str | Path, trust_remote_code: bool):
+    """The tokenizer of a checkpoint.
+
+    Raises:
+        UserError: there is none, or it is code that was not allowed to run.
+    """
+    hint = "" if trust_remote_code else " (if it is code that you trust: --trust-remote-code)"
+    with reading(f"{path}: its tokenizer{hint}"):
+        return AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code)
