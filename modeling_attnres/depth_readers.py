@@ -8,7 +8,6 @@ Shapes: B batch, T tokens, M = B · T, D hidden size, S sites (s: those read at 
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -120,33 +119,40 @@ class TwoPhaseReader(DepthReader):
     Phase 2, site by site, merges that one source with the running sum: an interpolation.
     In Full mode every layer is such a block; its attention's output is what its MLP reads as the running sum.
 
-    Blocks are held as they are, with their logits at every site, which are made when a block closes; phase 1 lays those
-    of some tokens beside each other.
+    Blocks are held once, in a buffer of this pass, with their logits at every site, which are made when a block closes.
     """
 
     gives_gradients = False
     exports = False
+    num_blocks = 0
 
-    tile_bytes = 2**22  # of blocks at a time in phase 1, in the statistics dtype: they stay in the processor's cache
+    tile_bytes = 2**22  # of blocks at a time in phase 1, in the statistics dtype, where they are held in a narrower one
     phase_1_bytes = 2**28  # of mixtures held at a time, at most; beyond it, fewer sites than a block's at once
 
     def __init__(self, queries_SD: torch.Tensor, eps: float, layout):
         super().__init__(queries_SD, eps, layout)
-        self._blocks_BTD: list[torch.Tensor] = []
-        self._logits_BTS: list[torch.Tensor] = []  # of each block
+        self._values_NMD = self._logits_NMS = None
+        self.num_blocks = 0
         self._inputs: dict[int, TwoPhaseInputs] = {}  # by site, of the blocks closed so far
 
     @property
     def blocks(self) -> Sequence[torch.Tensor]:
-        return self._blocks_BTD
+        return [self._values_NMD[block].view(self._shape) for block in range(self.num_blocks)]
 
     def append(self, block_BTD: torch.Tensor) -> None:
-        self._logits_BTS.append(source_logits(block_BTD, self.queries_SD, self.scaled_eps))
-        self._blocks_BTD.append(block_BTD.to(self.dtype))  # a sum is rounded once, when it is complete
+        block_MD = block_BTD.flatten(0, -2)
+        if self._values_NMD is None:
+            self._shape, num_sites = block_BTD.shape, self.layout.num_sites
+            count = self.layout.closed_blocks(num_sites - 1)
+            self._values_NMD = block_MD.new_empty(count, *block_MD.shape)
+            self._logits_NMS = self.scaled_eps.new_empty(count, block_MD.shape[0], num_sites)
+        self._values_NMD[self.num_blocks] = block_MD  # a sum is rounded once, when it is complete
+        self._logits_NMS[self.num_blocks] = source_logits(block_MD, self.queries_SD, self.scaled_eps)
+        self.num_blocks += 1
         self._inputs = {}
 
     def drop_blocks(self, count: int) -> None:
-        del self._blocks_BTD[count:], self._logits_BTS[count:]
+        self.num_blocks = count
         self._inputs = {}
 
     def inputs_for(self, site: int) -> TwoPhaseInputs:
@@ -170,29 +176,27 @@ class TwoPhaseReader(DepthReader):
 
     def _phase_1(self, first_site: int) -> None:
         """Read all closed blocks at the sites from `first_site` to the end of its block, as far as results fit."""
-        *shape, width = self._blocks_BTD[0].shape
-        end, one_tile = self.layout.end_of_block(first_site), True
+        *shape, width = self._shape
+        values_NMD = self._values_NMD[: self.num_blocks]
+        tokens, end = values_NMD.shape[1], self.layout.end_of_block(first_site)
+        tile = tokens
         if not torch.compiler.is_compiling():  # there, the number of tokens may be a symbol
-            tokens, size = math.prod(shape), width * self.queries_SD.itemsize
+            size = width * self.queries_SD.itemsize
             # whole layers, one at least: a layer is given what both its sites read
             end = min(end, first_site + max(2, self.phase_1_bytes // (tokens * size) // 2 * 2))
-            tile = max(1, self.tile_bytes // (len(self._blocks_BTD) * size))
-            one_tile = tokens <= tile
+            if values_NMD.dtype != self.queries_SD.dtype:
+                tile = max(1, self.tile_bytes // (self.num_blocks * size))
 
-        if one_tile:
-            values_MND = torch.stack(self._blocks_BTD, dim=-2).flatten(0, -3)
-            logits_MNS = torch.stack(self._logits_BTS, dim=-2).flatten(0, -3)
-            log_sum_exps_Ms, mixtures_MsD = mix_blocks(values_MND, logits_MNS[..., first_site:end])
-        else:
-            tiles = [
-                zip(*(one.flatten(0, -2).split(tile) for one in of_blocks))
-                for of_blocks in (self._blocks_BTD, self._logits_BTS)
+        logits_NMs = self._logits_NMS[: self.num_blocks, :, first_site:end]
+        log_weights_NMs = logits_NMs.log_softmax(0)
+        log_sum_exps_Ms = logits_NMs[0] - log_weights_NMs[0]
+        weights_MsN = log_weights_NMs.exp_().permute(1, 2, 0)
+        with autocast_off(values_NMD):
+            mixtures_MsD = [
+                torch.bmm(weights, values.to(weights.dtype).transpose(0, 1))
+                for weights, values in zip(weights_MsN.split(tile), values_NMD.split(tile, dim=1))
             ]
-            pieces = [
-                mix_blocks(torch.stack(values, dim=1), torch.stack(logits, dim=1)[..., first_site:end])
-                for values, logits in zip(*tiles)
-            ]
-            log_sum_exps_Ms, mixtures_MsD = (torch.cat(piece) for piece in zip(*pieces))
+        mixtures_MsD = mixtures_MsD[0] if len(mixtures_MsD) == 1 else torch.cat(mixtures_MsD)
         of_sites = zip(
             range(first_site, end),
             self.queries_SD[first_site:end].unbind(),
@@ -203,17 +207,9 @@ class TwoPhaseReader(DepthReader):
 
     def move_to(self, device: torch.device) -> None:
         super().move_to(device)
-        self._blocks_BTD = [block_BTD.to(device) for block_BTD in self._blocks_BTD]
-        self._logits_BTS = [logits_BTS.to(device) for logits_BTS in self._logits_BTS]
+        if self._values_NMD is not None:
+            self._values_NMD, self._logits_NMS = self._values_NMD.to(device), self._logits_NMS.to(device)
         self._inputs = {}  # phase 1 is made again where it is needed
-
-
-def mix_blocks(values_MND: torch.Tensor, logits_MNs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Phase 1: the log-sum-exps `[M, s]` and the mixtures `[M, s, D]` of N blocks at s sites."""
-    log_weights_MNs = logits_MNs.log_softmax(1)
-    log_sum_exps_Ms = logits_MNs[:, 0] - log_weights_MNs[:, 0]
-    with autocast_off(values_MND):
-        return log_sum_exps_Ms, torch.bmm(log_weights_MNs.exp_().mT, values_MND.to(logits_MNs.dtype))
 
 
 register_depth_reader("training", TrainingReader)

@@ -22,4 +22,5 @@ def test_the_notebook():
     assert float(answers[2].split()[-1]) <= 3e-6
     losses = [float(line.split()[-1]) for text in said if text.startswith("step 0") for line in text.splitlines()]
     assert losses[-1] < losses[0]
-    assert sum("image/png" in output.get("data", {}) for cell in notebook.cells for output in cell.get("outputs", [])) == 2
+    outputs = [output for cell in notebook.cells for output in cell.get("outputs", [])]
+    assert sum("image/png" in output.get("data", {}) for output in outputs) == 2
