@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.table import Table
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from conversion.port import Blocks, port
+from conversion.port import Blocks, port_checkpoint
 
 
 def synthetic_checkpoint(folder: Path, gigabytes: float) -> tuple[int, int]:
@@ -34,7 +34,7 @@ def synthetic_checkpoint(folder: Path, gigabytes: float) -> tuple[int, int]:
 
 def _port(source: str, target: Path, link: bool, results) -> None:
     begin, before = time.perf_counter(), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    port(source, target, Blocks(number=8), link=link)
+    port_checkpoint(source, target, Blocks(number=8), link=link)
     seconds, peak = time.perf_counter() - begin, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     results.put({"seconds": seconds, "peak_MiB": peak / 1024, "MiB_before": before / 1024})
 

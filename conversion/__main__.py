@@ -7,12 +7,11 @@ import typer
 
 from common.errors import command_line
 
-from .export import export as export_checkpoint
-from .inspection import inspect as inspect_checkpoint
-from .port import Blocks
-from .port import port as port_checkpoint
-from .upcycle import upcycle as upcycle_checkpoint
-from .verify import verify as verify_checkpoint
+from .export import export_checkpoint
+from .inspection import inspect_checkpoint
+from .port import Blocks, port_checkpoint
+from .upcycle import upcycle_checkpoint
+from .verify import verify_port
 
 
 app = command_line(__doc__)
@@ -51,7 +50,7 @@ def port(
 @app.command(epilog="Example: python -m conversion verify HuggingFaceTB/SmolLM2-135M-Instruct ported")
 def verify(source: Source, target: Annotated[str, typer.Argument(help="Its port.")], text: Text = None) -> None:
     """Compare a port with its source: tensors byte for byte, and logits on a text. Exit status 1 beyond tolerance."""
-    verification = verify_checkpoint(source, target, text)
+    verification = verify_port(source, target, text)
     say(verification)
     raise typer.Exit(0 if verification.passed else 1)
 

@@ -31,7 +31,7 @@ class ExportReport:
         )
 
 
-def export(source: str, target: Path) -> ExportReport:
+def export_checkpoint(source: str, target: Path) -> ExportReport:
     """Write an Attention Residuals checkpoint as one of its base family.
 
     Raises:

@@ -65,7 +65,7 @@ def _portable(checkpoint: Checkpoint) -> str:
     return "yes" if known else "if its port passes verification: its family is not among those tested to be lossless"
 
 
-def inspect(source: str, text: Path | None = None, with_entropy: bool = False) -> Inspection:
+def inspect_checkpoint(source: str, text: Path | None = None, with_entropy: bool = False) -> Inspection:
     """Look at a folder, hub id or GGUF file.
 
     Args:

@@ -93,7 +93,7 @@ def try_command(target: Path) -> str:
     return f"python -c {shlex.quote(code)} {shlex.quote(str(target))}"
 
 
-def port(
+def port_checkpoint(
     source: str,
     target: Path,
     blocks: Blocks = Blocks(),

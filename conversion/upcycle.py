@@ -53,7 +53,7 @@ class UpcycleReport:
         )
 
 
-def upcycle(
+def upcycle_checkpoint(
     source: str,
     target: Path,
     experts: int,

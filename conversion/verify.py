@@ -91,7 +91,7 @@ class Verification:
         return "; ".join(f"{name} {', '.join(lines)}" for name, lines in self.lines.items())
 
 
-def verify(source: str, target: str, text: Path | None = None) -> Verification:
+def verify_port(source: str, target: str, text: Path | None = None) -> Verification:
     """Compare a source (folder, hub id or GGUF file) with its port.
 
     Raises:

@@ -17,8 +17,8 @@ from rich.console import Console
 from rich.table import Table
 
 from common.errors import AnswerIsNo, command_line
-from conversion.port import Blocks, port
-from conversion.upcycle import upcycle
+from conversion.port import Blocks, port_checkpoint
+from conversion.upcycle import upcycle_checkpoint
 from conversion.verify import TOLERANCE
 from conversion.writing import differing_code
 from training.pictures import draw_depth_weights
@@ -78,12 +78,14 @@ def main() -> None:
     blocks = Blocks(number=8)
     console.rule("ported to Block Attention Residuals, 8 blocks")
     target = CHECKPOINTS / "SmolLM2-135M-Instruct-AttnRes"
-    make_once(console, target, lambda: port(str(source), target, blocks))
+    make_once(console, target, lambda: port_checkpoint(str(source), target, blocks))
 
     console.rule("upcycled to a mixture of 4 experts, top 2, then ported")
     upcycled_target = CHECKPOINTS / "SmolLM2-135M-Instruct-AttnRes-4x"
     make_once(
-        console, upcycled_target, lambda: upcycle(str(source), upcycled_target, experts=4, top_k=2, blocks=blocks)
+        console,
+        upcycled_target,
+        lambda: upcycle_checkpoint(str(source), upcycled_target, experts=4, top_k=2, blocks=blocks),
     )
 
     console.rule("all three in a fresh process that cannot import this project")

@@ -11,8 +11,7 @@ from common.errors import command_line
 
 from . import data as local_data
 from .benchmarks import EvalError, build, names_of, task_manager
-from .run import Settings, is_first_process, subjects_of
-from .run import run as run_benchmarks
+from .run import Settings, is_first_process, run_benchmarks, subjects_of
 from .table import compare, write
 
 

@@ -129,7 +129,7 @@ def subjects_of(models: list[str], adapter: str | None) -> list[Subject]:
     return subjects
 
 
-def run(
+def run_benchmarks(
     subjects: list[Subject], names: list[str], settings: Settings, output: Path, data: Path | None = None
 ) -> tuple[list[Benchmark], list[Outcome]]:
     """Evaluate each subject on each benchmark whose results are not in `output` yet.

@@ -9,10 +9,9 @@ from transformers import HfArgumentParser, TrainingArguments
 
 from common.errors import command_line, reading
 
-from .adapter import merge as merge_adapter
-from .diagnose import diagnose as run_diagnose
-from .finetune import Recipe
-from .finetune import finetune as run_finetune
+from .adapter import merge_adapter
+from .diagnose import diagnose_model
+from .finetune import Recipe, finetune_model
 from .loading import TrainingError
 
 
@@ -104,7 +103,7 @@ def finetune(
         quantise,
         trust_remote_code,
     )
-    run_finetune(recipe, arguments, resume)
+    finetune_model(recipe, arguments, resume)
 
 
 @app.command(epilog="Example: python -m training merge tuned/adapter merged")
@@ -130,7 +129,7 @@ def diagnose(
     trust_remote_code: Trust = False,
 ) -> None:
     """The paper's figures for a checkpoint: depth weights, magnitudes and gradients by layer, reach, mixing matrix."""
-    run_diagnose(path, output, text, adapter, against, tokens, trust_remote_code)
+    diagnose_model(path, output, text, adapter, against, tokens, trust_remote_code)
 
 
 if __name__ == "__main__":

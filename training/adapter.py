@@ -71,7 +71,7 @@ def load_adapter(model: PreTrainedModel, path: Path, settings: LoraConfig) -> Pe
     return adapted
 
 
-def merge(adapter: Path, target: Path) -> None:
+def merge_adapter(adapter: Path, target: Path) -> None:
     """Merge an adapter into its base: a model that needs no PEFT, complete or absent.
 
     Raises:

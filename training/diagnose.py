@@ -19,7 +19,7 @@ from .loading import TrainingError, load_attnres_config, load_config, load_token
 from .pictures import draw_by_layer, draw_depth_weights, draw_mixing_matrix, draw_sites
 
 
-def diagnose(
+def diagnose_model(
     path: str,
     output: Path,
     text: Path | None,

@@ -256,7 +256,7 @@ def check_arguments(recipe: Recipe, arguments: TrainingArguments) -> PreTrainedC
     return config
 
 
-def finetune(recipe: Recipe, arguments: TrainingArguments, resume: bool) -> dict:
+def finetune_model(recipe: Recipe, arguments: TrainingArguments, resume: bool) -> dict:
     """Train, and write `adapter/` and `result.json` to the output folder, together; returns the result.
 
     Raises:

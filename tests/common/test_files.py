@@ -25,9 +25,9 @@ from common.files import (
     write_new,
 )
 from conversion.checkpoint import Checkpoint
-from conversion.export import export
-from conversion.port import port
-from conversion.upcycle import upcycle
+from conversion.export import export_checkpoint
+from conversion.port import port_checkpoint
+from conversion.upcycle import upcycle_checkpoint
 from tests.conversion.checkpoints import all_tensors, command, contents
 from tests.families import BY_NAME, tokens
 
@@ -65,16 +65,16 @@ def do_and_die(action, fatal_event: int) -> bool:
 @pytest.mark.parametrize(
     ("command", "given", "step"),
     [
-        (lambda given, target: port(str(given), target), "source", 7),
-        (lambda given, target: port(str(given), target, link=True, verify=True), "source", 11),
-        (lambda given, target: export(str(given), target), "ported", 3),
-        (lambda given, target: upcycle(str(given), target, experts=2, top_k=1), "source", 13),
+        (lambda given, target: port_checkpoint(str(given), target), "source", 7),
+        (lambda given, target: port_checkpoint(str(given), target, link=True, verify=True), "source", 11),
+        (lambda given, target: export_checkpoint(str(given), target), "ported", 3),
+        (lambda given, target: upcycle_checkpoint(str(given), target, experts=2, top_k=1), "source", 13),
     ],
     ids=["port", "port --link --verify", "export", "upcycle"],
 )
 def test_killed_at_any_moment(source, tmp_path, command, given, step):
     """The target is absent or complete, the source is untouched, and what is left over does not hinder the next run."""
-    port(str(source), tmp_path / "ported")
+    port_checkpoint(str(source), tmp_path / "ported")
     before, target = (contents(source), contents(tmp_path / "ported")), tmp_path / "target"
     command(tmp_path / given, tmp_path / "expected" / "target")  # a card has its folder's name
     expected = contents(tmp_path / "expected" / "target")
@@ -101,11 +101,11 @@ def test_a_full_disk(source, tmp_path, monkeypatch):
         pytest.skip("no permission to mount a small file system")
     try:
         with pytest.raises(UserError, match=r"MiB are needed, 0 are free"):
-            port(str(source), disk / "target")
+            port_checkpoint(str(source), disk / "target")
         assert list(disk.iterdir()) == []
         monkeypatch.setattr("common.files.shutil.disk_usage", lambda _: shutil._ntuple_diskusage(2**40, 0, 2**40))
         with pytest.raises(OSError, match="No space left"):  # another program was faster
-            port(str(source), disk / "target")
+            port_checkpoint(str(source), disk / "target")
         assert list(disk.iterdir()) == []
     finally:
         subprocess.run(["umount", disk], check=True)
@@ -115,13 +115,13 @@ def test_a_running_writer_is_not_disturbed(source, tmp_path):
     with complete_or_absent(tmp_path / "target") as folder:
         (folder / "file").write_text("mine")
         with pytest.raises(UserError, match="another process is writing it"):
-            port(str(source), tmp_path / "target")
+            port_checkpoint(str(source), tmp_path / "target")
     assert contents(tmp_path / "target") == {(tmp_path / "target" / "file").relative_to(tmp_path / "target"): b"mine"}
 
 
 def test_a_second_writer_is_told_before_its_work(source, tmp_path, monkeypatch):
     """Whatever it would write: nothing of the source is read, and no folder is made."""
-    port(str(source), tmp_path / "port")
+    port_checkpoint(str(source), tmp_path / "port")
     monkeypatch.setattr("conversion.checkpoint.Checkpoint.__post_init__", lambda _: pytest.fail("work was begun"))
     with complete_or_absent(tmp_path / "target"):
         for arguments in (
@@ -214,7 +214,7 @@ def test_an_error_leaves_nothing(tmp_path):
 
 
 def test_links(source, tmp_path):
-    port(str(source), tmp_path / "target", link=True)
+    port_checkpoint(str(source), tmp_path / "target", link=True)
     linked = Checkpoint(tmp_path / "target")
     for old, new in zip(Checkpoint(source).shards, linked.shards[:-1], strict=True):
         assert os.path.samefile(source / old, tmp_path / "target" / new)
@@ -235,7 +235,7 @@ def test_a_file_is_replaced_whole_or_not_at_all(tmp_path):
 def test_saving_over_a_linked_port_leaves_the_source_alone(source, tmp_path, shard_size):
     """`save_pretrained` replaces files and does not write into them, so links are cut; stale shards are removed."""
     before = contents(source)
-    port(str(source), tmp_path / "target", link=True)
+    port_checkpoint(str(source), tmp_path / "target", link=True)
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "target")
     with torch.no_grad():
         for parameter in model.parameters():
@@ -257,7 +257,7 @@ def test_shards_are_cloned_where_the_file_system_can(source, tmp_path, monkeypat
 
     monkeypatch.setattr(fcntl, "ioctl", clone)
     monkeypatch.setattr("common.files.shutil.disk_usage", lambda _: shutil._ntuple_diskusage(0, 0, 0))
-    port(str(source), tmp_path / "target")
+    port_checkpoint(str(source), tmp_path / "target")
     assert len(cloned) == len(Checkpoint(source).shards)
     kept = all_tensors(tmp_path / "target")
     assert all(torch.equal(kept[name], value) for name, value in all_tensors(source).items())
@@ -268,4 +268,4 @@ def test_no_write_permission(source, tmp_path, monkeypatch):
     if os.geteuid() == 0:  # root may write anywhere; ask as someone else
         monkeypatch.setattr(os, "access", lambda path, mode: mode & os.W_OK == 0)
     with pytest.raises(UserError, match=r"no permission to write in .*closed"):
-        port(str(source), tmp_path / "closed" / "target")
+        port_checkpoint(str(source), tmp_path / "closed" / "target")

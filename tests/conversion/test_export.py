@@ -7,17 +7,17 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from common.errors import UserError
-from conversion.export import export
-from conversion.inspection import inspect
-from conversion.port import Blocks, port
+from conversion.export import export_checkpoint
+from conversion.inspection import inspect_checkpoint
+from conversion.port import Blocks, port_checkpoint
 from tests.conversion.checkpoints import all_tensors, edit_config, edit_tensors, merge_shards, set_query, train_queries
 from tests.families import BY_NAME, tokens
 
 
 @pytest.mark.parametrize("blocks", [Blocks(), Blocks("full")], ids=["block", "full"])
 def test_there_and_back(family, base_checkpoint, tmp_path, blocks):
-    port(str(base_checkpoint), tmp_path / "port", blocks)
-    report = export(str(tmp_path / "port"), tmp_path / "back")
+    port_checkpoint(str(base_checkpoint), tmp_path / "port", blocks)
+    report = export_checkpoint(str(tmp_path / "port"), tmp_path / "back")
     assert report.tensors_dropped == 2
     back, base = all_tensors(tmp_path / "back"), all_tensors(base_checkpoint)
     assert back.keys() == base.keys()
@@ -35,10 +35,10 @@ def test_there_and_back(family, base_checkpoint, tmp_path, blocks):
 @pytest.mark.parametrize("shard_size", ["5GB", "30KB"])
 def test_after_saving_with_transformers(family, base_checkpoint, tmp_path, shard_size):
     """Depth tensors then lie among the others, in any shard."""
-    port(str(base_checkpoint), tmp_path / "port")
+    port_checkpoint(str(base_checkpoint), tmp_path / "port")
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "port")
     model.save_pretrained(tmp_path / "saved", max_shard_size=shard_size)
-    export(str(tmp_path / "saved"), tmp_path / "back")
+    export_checkpoint(str(tmp_path / "saved"), tmp_path / "back")
     back = AutoModelForCausalLM.from_pretrained(tmp_path / "back")
     base = AutoModelForCausalLM.from_pretrained(base_checkpoint)
     assert torch.equal(back(tokens()).logits, base(tokens()).logits)
@@ -48,28 +48,28 @@ def test_the_control(family, tmp_path):
     """Mode "none" has no depth tensors and is the base already."""
     model = family.causal_lm(attn_res_mode="none")
     model.save_pretrained(tmp_path / "control")
-    export(str(tmp_path / "control"), tmp_path / "back")
+    export_checkpoint(str(tmp_path / "control"), tmp_path / "back")
     assert torch.equal(AutoModelForCausalLM.from_pretrained(tmp_path / "back")(tokens()).logits, model(tokens()).logits)
 
 
 def test_refusals(base_checkpoint, tmp_path):
-    port(str(base_checkpoint), tmp_path / "port")
+    port_checkpoint(str(base_checkpoint), tmp_path / "port")
     set_query(tmp_path / "port", site=0, value=1.0)  # without effect
-    export(str(tmp_path / "port"), tmp_path / "with a query that is never read")
+    export_checkpoint(str(tmp_path / "port"), tmp_path / "with a query that is never read")
 
     set_query(tmp_path / "port", site=7, value=2.0)
     with pytest.raises(UserError, match=r"1 of 12 queries are trained \(the largest norm is 11.3\)"):
-        export(str(tmp_path / "port"), tmp_path / "back")
+        export_checkpoint(str(tmp_path / "port"), tmp_path / "back")
     train_queries(tmp_path / "port")
     with pytest.raises(UserError, match="12 of 12 queries are trained"):
-        export(str(tmp_path / "port"), tmp_path / "back")
+        export_checkpoint(str(tmp_path / "port"), tmp_path / "back")
 
-    port(str(base_checkpoint), tmp_path / "unscaled")
+    port_checkpoint(str(base_checkpoint), tmp_path / "unscaled")
     edit_config(tmp_path / "unscaled", attn_res_scale_norm_eps=False)
     with pytest.raises(UserError, match="attn_res_scale_norm_eps is off"):
-        export(str(tmp_path / "unscaled"), tmp_path / "back")
+        export_checkpoint(str(tmp_path / "unscaled"), tmp_path / "back")
     with pytest.raises(UserError, match="is no Attention Residuals checkpoint"):
-        export(str(base_checkpoint), tmp_path / "back")
+        export_checkpoint(str(base_checkpoint), tmp_path / "back")
     assert not (tmp_path / "back").exists()
 
 
@@ -90,13 +90,16 @@ def test_refusals(base_checkpoint, tmp_path):
 )
 def test_depth_tensors_that_are_not_those_of_a_port(tmp_path, name, change, message):
     BY_NAME["Llama"].base_causal_lm().save_pretrained(tmp_path / "base")
-    port(str(tmp_path / "base"), tmp_path / "port")
+    port_checkpoint(str(tmp_path / "base"), tmp_path / "port")
     name = f"model.attn_res.{name}"
     new = change(all_tensors(tmp_path / "port")[name])
     edit_tensors(tmp_path / "port", **{name: new if new is None else new.contiguous()})
     if new is None:
         merge_shards(tmp_path / "port")
-    for refuse in (lambda: export(str(tmp_path / "port"), tmp_path / "back"), lambda: inspect(str(tmp_path / "port"))):
+    for refuse in (
+        lambda: export_checkpoint(str(tmp_path / "port"), tmp_path / "back"),
+        lambda: inspect_checkpoint(str(tmp_path / "port")),
+    ):
         with pytest.raises(UserError, match=message):
             refuse()
     assert not (tmp_path / "back").exists()

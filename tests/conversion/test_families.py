@@ -5,7 +5,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from conversion.checkpoint import Checkpoint
-from conversion.port import Blocks, port
+from conversion.port import Blocks, port_checkpoint
 from tests.families import TABLE, tokens
 from tests.oracle import relative_error
 
@@ -23,7 +23,7 @@ def test_ports_of_both_layouts_are_lossless(model_type, tmp_path):
         names.append(set(Checkpoint(source).weight_map))
         if names[0] == names[-1] and not published:
             continue  # the family has one layout
-        port(str(source), target, Blocks(size=2))
+        port_checkpoint(str(source), target, Blocks(size=2))
         model = AutoModelForCausalLM.from_pretrained(target).eval()
         assert type(model).__name__ == f"AttnRes{type(base).__name__}"
         with torch.no_grad():

@@ -7,14 +7,14 @@ import pytest
 
 import modeling_attnres
 from common.errors import UserError
-from conversion.inspection import inspect
-from conversion.port import Blocks, port
+from conversion.inspection import inspect_checkpoint
+from conversion.port import Blocks, port_checkpoint
 from tests.conversion.checkpoints import command, edit_config, edit_tensors, set_query
 from tests.families import BY_NAME
 
 
 def test_a_base_checkpoint(family, base_checkpoint):
-    text = str(inspect(str(base_checkpoint)))
+    text = str(inspect_checkpoint(str(base_checkpoint)))
     assert "standard residuals" in text
     assert "portable   yes" in text
 
@@ -22,14 +22,14 @@ def test_a_base_checkpoint(family, base_checkpoint):
 def test_what_is_known_of_other_families(tmp_path, monkeypatch):
     BY_NAME["Llama"].base_causal_lm().save_pretrained(tmp_path)
     monkeypatch.setattr(modeling_attnres, "LOSSLESS_FAMILIES", frozenset())
-    assert "portable   if its port passes verification" in str(inspect(str(tmp_path)))
+    assert "portable   if its port passes verification" in str(inspect_checkpoint(str(tmp_path)))
     edit_config(tmp_path, model_type="olmo2")
-    assert re.search("portable   no: .*'olmo2' cannot be ported: .*norm", str(inspect(str(tmp_path))))
+    assert re.search("portable   no: .*'olmo2' cannot be ported: .*norm", str(inspect_checkpoint(str(tmp_path))))
 
 
 def test_a_port(family, base_checkpoint, tmp_path):
-    port(str(base_checkpoint), tmp_path / "port", Blocks(size=4))
-    found = inspect(str(tmp_path / "port"), with_entropy=True)
+    port_checkpoint(str(base_checkpoint), tmp_path / "port", Blocks(size=4))
+    found = inspect_checkpoint(str(tmp_path / "port"), with_entropy=True)
     assert found.family == family.ours("Config").model_type
     assert found.depth_parameters == 13 * 2 * 32
     assert set(found.query_norms.values()) == {0.0}
@@ -43,9 +43,9 @@ def test_a_port(family, base_checkpoint, tmp_path):
 def test_norms_and_entropies_belong_to_their_sites(tmp_path):
     """One strong query: its site, and no other, has a norm and a low entropy."""
     BY_NAME["Llama"].base_causal_lm().save_pretrained(tmp_path / "base")
-    port(str(tmp_path / "base"), tmp_path / "port")
+    port_checkpoint(str(tmp_path / "base"), tmp_path / "port")
     set_query(tmp_path / "port", site=5, value=100.0)  # layer 2 MLP
-    found = inspect(str(tmp_path / "port"), with_entropy=True)
+    found = inspect_checkpoint(str(tmp_path / "port"), with_entropy=True)
     assert {site for site, norm in found.query_norms.items() if norm > 0} == {5}
     assert found.query_norms[5] == pytest.approx(100 * math.sqrt(32))
     assert list(found.query_norms) == list(range(1, 13))
@@ -57,9 +57,9 @@ def test_norms_and_entropies_belong_to_their_sites(tmp_path):
 
 def test_no_entropy_without_depth_attention(tmp_path):
     BY_NAME["Llama"].causal_lm(attn_res_mode="none").save_pretrained(tmp_path)
-    assert "standard residuals" in str(inspect(str(tmp_path)))
+    assert "standard residuals" in str(inspect_checkpoint(str(tmp_path)))
     with pytest.raises(UserError, match="no depth weights"):
-        inspect(str(tmp_path), with_entropy=True)
+        inspect_checkpoint(str(tmp_path), with_entropy=True)
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 import modeling_attnres
 from common.errors import AnswerIsNo, UserError
 from conversion.__main__ import app
-from conversion.port import Blocks, port, try_command
+from conversion.port import Blocks, port_checkpoint, try_command
 from tests.conversion.checkpoints import all_tensors, edit_config, edit_header
 from tests.families import FAMILIES, Family, tokens
 from tests.oracle import relative_error
@@ -40,7 +40,7 @@ def test_port_is_lossless(family, tmp_path, blocks, shard_size, published):
     base.save_pretrained(tmp_path / "source", max_shard_size=shard_size, save_original_format=published)
     before = {path.name: path.read_bytes() for path in (tmp_path / "source").iterdir()}
 
-    report = port(str(tmp_path / "source"), tmp_path / "target", blocks)
+    report = port_checkpoint(str(tmp_path / "source"), tmp_path / "target", blocks)
 
     assert {path.name: path.read_bytes() for path in (tmp_path / "source").iterdir()} == before
     model, info = AutoModelForCausalLM.from_pretrained(tmp_path / "target", output_loading_info=True)
@@ -59,7 +59,7 @@ def test_port_is_lossless(family, tmp_path, blocks, shard_size, published):
 def test_port_loads_as_remote_code(family, tmp_path, run_isolated):
     base = family.base_causal_lm()
     base.save_pretrained(tmp_path / "source")
-    port(str(tmp_path / "source"), tmp_path / "target")
+    port_checkpoint(str(tmp_path / "source"), tmp_path / "target")
     torch.save(tokens(), tmp_path / "ids.pt")
     printed = run_isolated(
         """
@@ -80,7 +80,7 @@ for name in model.config.auto_map:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_dtypes_are_kept_and_depth_parameters_are_fp32(family, tmp_path, dtype):
     family.base_causal_lm().to(dtype).save_pretrained(tmp_path / "source")
-    port(str(tmp_path / "source"), tmp_path / "target")
+    port_checkpoint(str(tmp_path / "source"), tmp_path / "target")
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "target", dtype="auto")
     assert model.dtype == dtype
     assert {p.dtype for p in model.model.attn_res.parameters()} == {torch.float32}
@@ -90,7 +90,7 @@ def test_base_model_without_a_head(family, tmp_path):
     """Its tensors have no `model.` prefix, and neither have the depth tensors added to them."""
     base = family.base_causal_lm().model
     base.save_pretrained(tmp_path / "source")
-    port(str(tmp_path / "source"), tmp_path / "target")
+    port_checkpoint(str(tmp_path / "source"), tmp_path / "target")
     assert not any(name.startswith("model.") for name in all_tensors(tmp_path / "target"))
     model, info = family.ours("Model").from_pretrained(tmp_path / "target", output_loading_info=True)
     assert not any(info.values()), info
@@ -100,7 +100,7 @@ def test_base_model_without_a_head(family, tmp_path):
 def test_tied_embeddings(tmp_path):
     base = FAMILIES[0].base_causal_lm(tie_word_embeddings=True)
     base.save_pretrained(tmp_path / "source")
-    port(str(tmp_path / "source"), tmp_path / "target")
+    port_checkpoint(str(tmp_path / "source"), tmp_path / "target")
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "target")
     assert model.lm_head.weight is model.model.embed_tokens.weight
     assert relative_error(model.eval()(tokens()).logits, base(tokens()).logits) <= 3e-6
@@ -114,7 +114,7 @@ def test_other_files_are_kept_and_other_weights_are_not(base_checkpoint, tmp_pat
     (base_checkpoint / "assets" / "picture.svg").write_text("<svg/>")
     (base_checkpoint / "pytorch_model.bin").write_bytes(b"old")
     generation_config = (base_checkpoint / "generation_config.json").read_text()
-    port(str(base_checkpoint), tmp_path / "target")
+    port_checkpoint(str(base_checkpoint), tmp_path / "target")
     assert (tmp_path / "target" / "LICENSE").read_text() == "mine"
     assert (tmp_path / "target" / "assets" / "picture.svg").read_text() == "<svg/>"
     assert (tmp_path / "target" / "generation_config.json").read_text() == generation_config
@@ -138,20 +138,20 @@ def test_a_hub_id_is_found_in_the_cache(base_checkpoint, tmp_path, monkeypatch):
         shutil.copy(path, blobs / str(index))
         (snapshot / path.name).symlink_to(f"../../blobs/{index}")
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "cache"))
-    port("someone/tiny", tmp_path / "target")
+    port_checkpoint("someone/tiny", tmp_path / "target")
     assert not any(path.is_symlink() for path in (tmp_path / "target").iterdir())
     AutoModelForCausalLM.from_pretrained(tmp_path / "target")
 
 
 def test_a_name_that_is_nowhere(tmp_path):
     with pytest.raises(UserError, match="no local path, and not to be had from the hub"):
-        port("no-such/model", tmp_path / "target")
+        port_checkpoint("no-such/model", tmp_path / "target")
 
 
 def test_the_number_of_blocks_is_exact(tmp_path):
     FAMILIES[0].base_causal_lm(num_hidden_layers=7).save_pretrained(tmp_path / "source")
     for count in range(1, 8):
-        config = port(str(tmp_path / "source"), tmp_path / str(count), Blocks(number=count)).config
+        config = port_checkpoint(str(tmp_path / "source"), tmp_path / str(count), Blocks(number=count)).config
         sizes = [b - a for a, b in pairwise((*config.attn_res_layout.starts, 7))]
         assert len(sizes) == count
         assert min(sizes) >= 1
@@ -170,7 +170,7 @@ def test_a_family_outside_the_table_is_verified_and_ported(tmp_path, blocks, mon
     """Gemma 2 has norms behind its sublayers, too (sandwich): what a sublayer adds is what its last norm gives."""
     monkeypatch.setattr(modeling_attnres, "LOSSLESS_FAMILIES", modeling_attnres.LOSSLESS_FAMILIES - {"gemma2"})
     save_family(tmp_path / "source", "Gemma2")
-    report = port(str(tmp_path / "source"), tmp_path / "target", blocks)
+    report = port_checkpoint(str(tmp_path / "source"), tmp_path / "target", blocks)
     assert report.verification.passed
     assert report.verification.tokens == 512
     assert "verified, for its family is not among those tested to be lossless:" in str(report)
@@ -182,7 +182,7 @@ def test_a_family_outside_the_table_is_verified_and_ported(tmp_path, blocks, mon
 
 def port_llama(tmp_path, **arguments):
     FAMILIES[0].base_causal_lm().save_pretrained(tmp_path / "llama")
-    return port(str(tmp_path / "llama"), tmp_path / "ported llama", **arguments)
+    return port_checkpoint(str(tmp_path / "llama"), tmp_path / "ported llama", **arguments)
 
 
 @pytest.mark.parametrize(
@@ -198,7 +198,7 @@ def port_llama(tmp_path, **arguments):
 def test_what_cannot_be_lossless_is_refused_by_what_is_found(tmp_path, name, fields, reason):
     save_family(tmp_path / "source", name, **fields)
     with pytest.raises(UserError, match=f"(?s){reason}"):
-        port(str(tmp_path / "source"), tmp_path / "target")
+        port_checkpoint(str(tmp_path / "source"), tmp_path / "target")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["source"]
 
 
@@ -209,7 +209,7 @@ def test_a_composite_checkpoint_is_refused(tmp_path):
         composite = {"model_type": model_type, "text_config": text | {"model_type": "qwen3_5_text"}}
         (tmp_path / "source" / "config.json").write_text(json.dumps(composite))
         with pytest.raises(UserError, match=f"'{model_type}' cannot be ported"):
-            port(str(tmp_path / "source"), tmp_path / "target")
+            port_checkpoint(str(tmp_path / "source"), tmp_path / "target")
 
 
 def test_a_port_that_is_not_lossless_is_refused_with_its_error(tmp_path, monkeypatch):
@@ -217,10 +217,10 @@ def test_a_port_that_is_not_lossless_is_refused_with_its_error(tmp_path, monkeyp
     save_family(tmp_path / "source", "NanoChat", rms_norm_eps=1e-3)
     parts = dict.fromkeys(("attention_norm", "mlp_norm", "final_norm"))
     monkeypatch.setitem(modeling_attnres.modeling_attnres._FAMILY_PARTS, "nanochat", parts)
-    port(str(tmp_path / "source"), tmp_path / "unverified")
+    port_checkpoint(str(tmp_path / "source"), tmp_path / "unverified")
     monkeypatch.setattr(modeling_attnres, "LOSSLESS_FAMILIES", modeling_attnres.LOSSLESS_FAMILIES - {"nanochat"})
     with pytest.raises(AnswerIsNo, match=r"does not compute.*relative error \d\.\de-0[1-5].*verified NO"):
-        port(str(tmp_path / "source"), tmp_path / "target")
+        port_checkpoint(str(tmp_path / "source"), tmp_path / "target")
     assert not (tmp_path / "target").exists()
 
 
@@ -317,7 +317,7 @@ def test_bad_sources(tmp_path, damage, message):
     FAMILIES[0].base_causal_lm().save_pretrained(source)
     damage(source)
     with pytest.raises(UserError, match=f"(?s){message}"):
-        port(str(source), target)
+        port_checkpoint(str(source), target)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["source"]
 
 
@@ -369,14 +369,14 @@ def test_bad_indices(tmp_path, damage, message):
     FAMILIES[0].base_causal_lm().save_pretrained(tmp_path / "source", max_shard_size="30KB")
     damage(tmp_path / "source")
     with pytest.raises(UserError, match=f"(?s){message}"):
-        port(str(tmp_path / "source"), tmp_path / "target")
+        port_checkpoint(str(tmp_path / "source"), tmp_path / "target")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["source"]
 
 
 def test_a_port_is_not_ported_again(base_checkpoint, tmp_path):
-    port(str(base_checkpoint), tmp_path / "target")
+    port_checkpoint(str(base_checkpoint), tmp_path / "target")
     with pytest.raises(UserError, match="an Attention Residuals checkpoint already"):
-        port(str(tmp_path / "target"), tmp_path / "again")
+        port_checkpoint(str(tmp_path / "target"), tmp_path / "again")
 
 
 @pytest.mark.parametrize(
@@ -393,7 +393,7 @@ def test_a_port_is_not_ported_again(base_checkpoint, tmp_path):
 def test_bad_blocks(tmp_path, blocks, message):
     FAMILIES[0].base_causal_lm().save_pretrained(tmp_path / "source")
     with pytest.raises(UserError, match=message):
-        port(str(tmp_path / "source"), tmp_path / "target", Blocks(**blocks))
+        port_checkpoint(str(tmp_path / "source"), tmp_path / "target", Blocks(**blocks))
     assert sorted(path.name for path in tmp_path.iterdir()) == ["source"]
 
 
@@ -409,10 +409,10 @@ def test_bad_targets(base_checkpoint, tmp_path):
         tmp_path / "file" / "below": "no permission to write",
     }.items():
         with pytest.raises(UserError, match=message):
-            port(str(base_checkpoint), target)
+            port_checkpoint(str(base_checkpoint), target)
     assert (tmp_path / "full" / "file").read_text() == "mine"
     (tmp_path / "empty").mkdir()
-    port(str(base_checkpoint), tmp_path / "empty")
+    port_checkpoint(str(base_checkpoint), tmp_path / "empty")
 
 
 def test_command_line(base_checkpoint, tmp_path):

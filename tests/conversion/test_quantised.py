@@ -8,8 +8,8 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
 from common.errors import UserError
-from conversion.port import port
-from conversion.verify import verify
+from conversion.port import port_checkpoint
+from conversion.verify import verify_port
 from tests.conversion.checkpoints import edit_config
 from tests.families import BY_NAME, tokens
 from tests.oracle import relative_error
@@ -44,13 +44,13 @@ def quantise_fp8(folder):
 def test_fp8(name, tmp_path):
     BY_NAME[name].base_causal_lm().to(torch.bfloat16).save_pretrained(tmp_path / "source")
     quantise_fp8(tmp_path / "source")
-    port(str(tmp_path / "source"), tmp_path / "target")
+    port_checkpoint(str(tmp_path / "source"), tmp_path / "target")
     config = json.loads((tmp_path / "target" / "config.json").read_text())
     assert config["quantization_config"]["quant_method"] == "fp8"
     source, target = (AutoModelForCausalLM.from_pretrained(tmp_path / f).eval() for f in ("source", "target"))
     assert {parameter.dtype for parameter in target.model.attn_res.parameters()} == {torch.float32}
     assert relative_error(target(tokens()).logits, source(tokens()).logits) <= 3e-2  # computed in bf16
-    assert verify(str(tmp_path / "source"), str(tmp_path / "target")).differing == ()
+    assert verify_port(str(tmp_path / "source"), str(tmp_path / "target")).differing == ()
 
 
 @pytest.mark.parametrize("bits", [{"load_in_4bit": True}, {"load_in_8bit": True}], ids=["4 bits", "8 bits"])
@@ -60,13 +60,13 @@ def test_bitsandbytes(name, tmp_path, bits):
     base.save_pretrained(tmp_path / "base")
     quantised = AutoModelForCausalLM.from_pretrained(tmp_path / "base", quantization_config=BitsAndBytesConfig(**bits))
     quantised.save_pretrained(tmp_path / "source")
-    port(str(tmp_path / "source"), tmp_path / "target")
+    port_checkpoint(str(tmp_path / "source"), tmp_path / "target")
     target = AutoModelForCausalLM.from_pretrained(tmp_path / "target")
     layer = target.model.layers[0].self_attn.q_proj
     assert type(layer) is type(quantised.model.layers[0].self_attn.q_proj)
     assert type(layer).__name__ in ("Linear4bit", "Linear8bitLt")
     assert {parameter.dtype for parameter in target.model.attn_res.parameters()} == {torch.float32}
-    verification = verify(str(tmp_path / "source"), str(tmp_path / "target"))
+    verification = verify_port(str(tmp_path / "source"), str(tmp_path / "target"))
     assert verification.passed
     assert verification.top1_agreement > 0.9
 
@@ -75,5 +75,5 @@ def test_bitsandbytes(name, tmp_path, bits):
 def test_unknown_methods_are_refused_by_name(base_checkpoint, tmp_path, method):
     edit_config(base_checkpoint, quantization_config={"quant_method": method, "bits": 4})
     with pytest.raises(UserError, match=f"quantised with '{method}'.*Port the checkpoint it was made from"):
-        port(str(base_checkpoint), tmp_path / "target")
+        port_checkpoint(str(base_checkpoint), tmp_path / "target")
     assert not (tmp_path / "target").exists()

@@ -4,7 +4,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, pipeline
 
-from conversion.port import Blocks, port
+from conversion.port import Blocks, port_checkpoint
 from demo.weights import smollm2, smollm2_gguf
 from tests.conftest import ROOT
 from tests.oracle import relative_error
@@ -37,7 +37,7 @@ def run(model, tokenizer):
 
 @pytest.mark.parametrize("blocks", [Blocks("full"), Blocks(number=8), Blocks(number=7)], ids=str)
 def test_lossless(source, original, tmp_path, blocks):
-    port(str(source), tmp_path / "target", blocks)
+    port_checkpoint(str(source), tmp_path / "target", blocks)
     model, info = AutoModelForCausalLM.from_pretrained(tmp_path / "target", output_loading_info=True)
     assert not any(info.values())
     logits, text = run(model, AutoTokenizer.from_pretrained(tmp_path / "target"))
@@ -47,7 +47,7 @@ def test_lossless(source, original, tmp_path, blocks):
 
 def test_gguf_to_pipeline(original, tmp_path):
     """From the GGUF file itself to `pipeline`, chat template, tokenizer and generation config included."""
-    port(str(smollm2_gguf()), tmp_path / "target", Blocks(number=8))
+    port_checkpoint(str(smollm2_gguf()), tmp_path / "target", Blocks(number=8))
     generator = pipeline("text-generation", str(tmp_path / "target"))
     assert type(generator.model).__name__ == "AttnResLlamaForCausalLM"
     chat = [{"role": "user", "content": "What is the capital of France?"}]

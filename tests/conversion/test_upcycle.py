@@ -6,7 +6,7 @@ from transformers import AutoModelForCausalLM
 
 from common.errors import UserError
 from conversion.port import Blocks
-from conversion.upcycle import upcycle
+from conversion.upcycle import upcycle_checkpoint
 from tests.conversion.checkpoints import all_tensors, edit_config
 from tests.families import BY_NAME, tokens
 from tests.oracle import relative_error
@@ -25,7 +25,7 @@ def llama(tmp_path):
 @pytest.mark.parametrize("top_k", [1, 2, 4])
 @pytest.mark.parametrize("blocks", [Blocks(), Blocks("full")], ids=["block", "full"])
 def test_preserves_the_function_for_any_router(llama, tmp_path, top_k, blocks):
-    report = upcycle(str(tmp_path / "llama"), tmp_path / "moe", experts=4, top_k=top_k, blocks=blocks)
+    report = upcycle_checkpoint(str(tmp_path / "llama"), tmp_path / "moe", experts=4, top_k=top_k, blocks=blocks)
     assert report.logit_change <= 3e-6
     model, info = AutoModelForCausalLM.from_pretrained(tmp_path / "moe", output_loading_info=True)
     assert type(model).__name__ == "AttnResMixtralForCausalLM"
@@ -41,7 +41,7 @@ def test_preserves_the_function_for_any_router(llama, tmp_path, top_k, blocks):
 def test_layout_and_routers(llama, tmp_path):
     """The published layout of Mixtral; routers drawn as Mixtral draws them, the same for the same seed."""
     for name, seed in {"one": 0, "same": 0, "other": 1}.items():
-        upcycle(str(tmp_path / "llama"), tmp_path / name, experts=3, top_k=2, seed=seed)
+        upcycle_checkpoint(str(tmp_path / "llama"), tmp_path / name, experts=3, top_k=2, seed=seed)
     tensors = all_tensors(tmp_path / "one")
     for part, published in {"gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"}.items():
         dense = llama.state_dict()[f"model.layers.1.mlp.{part}.weight"]
@@ -57,7 +57,7 @@ def test_layout_and_routers(llama, tmp_path):
 
 
 def test_noise_breaks_the_symmetry_and_its_effect_is_said(llama, tmp_path):
-    report = upcycle(str(tmp_path / "llama"), tmp_path / "moe", experts=2, top_k=2, expert_noise=0.1)
+    report = upcycle_checkpoint(str(tmp_path / "llama"), tmp_path / "moe", experts=2, top_k=2, expert_noise=0.1)
     tensors = all_tensors(tmp_path / "moe")
     first, second = (tensors[f"model.layers.0.block_sparse_moe.experts.{expert}.w1.weight"] for expert in (0, 1))
     dense = llama.state_dict()["model.layers.0.mlp.gate_proj.weight"]
@@ -69,7 +69,7 @@ def test_noise_breaks_the_symmetry_and_its_effect_is_said(llama, tmp_path):
 
 def test_large_checkpoints_are_written_in_several_shards(llama, tmp_path, monkeypatch):
     monkeypatch.setattr("conversion.writing.SHARD_BYTES", 20_000)
-    upcycle(str(tmp_path / "llama"), tmp_path / "moe", experts=4, top_k=2)
+    upcycle_checkpoint(str(tmp_path / "llama"), tmp_path / "moe", experts=4, top_k=2)
     names = sorted(path.name for path in (tmp_path / "moe").glob("*.safetensors"))
     assert len(names) > 5
     assert names[-1] == f"model-{len(names):05d}-of-{len(names):05d}.safetensors"
@@ -84,11 +84,11 @@ def test_refusals(llama, tmp_path):
         ({"experts": 2, "top_k": 1, "expert_noise": -1.0}, "must be finite and not negative"),
     ):
         with pytest.raises(UserError, match=message):
-            upcycle(str(tmp_path / "llama"), tmp_path / "moe", **arguments)
+            upcycle_checkpoint(str(tmp_path / "llama"), tmp_path / "moe", **arguments)
     edit_config(tmp_path / "llama", mlp_bias=True)
     with pytest.raises(UserError, match="mlp_bias is true, but Mixtral has no biases"):
-        upcycle(str(tmp_path / "llama"), tmp_path / "moe", experts=2, top_k=1)
+        upcycle_checkpoint(str(tmp_path / "llama"), tmp_path / "moe", experts=2, top_k=1)
     BY_NAME["Qwen3Moe"].base_causal_lm().save_pretrained(tmp_path / "qwen")
     with pytest.raises(UserError, match="only 'llama' is upcycled, not 'qwen3_moe'"):
-        upcycle(str(tmp_path / "qwen"), tmp_path / "moe", experts=2, top_k=1)
+        upcycle_checkpoint(str(tmp_path / "qwen"), tmp_path / "moe", experts=2, top_k=1)
     assert not (tmp_path / "moe").exists()

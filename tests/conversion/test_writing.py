@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from conversion.port import port
+from conversion.port import port_checkpoint
 from tests.conversion.checkpoints import all_tensors, command, contents, edit_config, merge_shards
 from tests.families import BY_NAME
 
@@ -50,7 +50,7 @@ def test_only_what_an_index_names_is_weights(source, tmp_path, link):
 
 def test_no_command_changes_what_it_is_given(source, tmp_path):
     litter(source)
-    port(str(source), tmp_path / "linked", link=True)
+    port_checkpoint(str(source), tmp_path / "linked", link=True)
     before = contents(source), contents(tmp_path / "linked")
     for arguments in (
         ("port", source, tmp_path / "port"),
@@ -103,7 +103,7 @@ def test_weights_may_lie_on_another_disk(source, tmp_path):
 
 def test_what_is_recorded_is_what_was_written(source, tmp_path):
     """The hashes of weights and code: a file that was changed since, at either end of a hard link, is named."""
-    port(str(source), tmp_path / "port", link=True)
+    port_checkpoint(str(source), tmp_path / "port", link=True)
     recorded = json.loads((tmp_path / "port" / "provenance.json").read_text())["files"]
     assert sorted(recorded) == sorted(
         path.name for path in (tmp_path / "port").iterdir() if path.suffix in (".py", ".safetensors")

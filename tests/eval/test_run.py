@@ -19,10 +19,10 @@ from transformers import AutoModelForCausalLM
 from typer.testing import CliRunner
 
 import eval.run
-from conversion.port import Blocks, port
+from conversion.port import Blocks, port_checkpoint
 from eval.__main__ import app
 from eval.benchmarks import TASKS, EvalError
-from eval.run import Settings, Subject, run, subjects_of
+from eval.run import Settings, Subject, run_benchmarks, subjects_of
 from eval.table import compare
 from eval.tasks import sandbox
 from tests.eval.samples import write_rows
@@ -53,7 +53,7 @@ def items(outcome, *keys):
 
 @pytest.mark.parametrize("name", [family.name for family in FAMILIES])
 def test_a_model_of_every_family_runs(name, save_model, data_folder, tmp_path):
-    benchmarks, (outcome,) = run(subjects_of([save_model(name)], None), NAMES, SHORT, tmp_path, data_folder)
+    benchmarks, (outcome,) = run_benchmarks(subjects_of([save_model(name)], None), NAMES, SHORT, tmp_path, data_folder)
     assert outcome.failures == {}
     arc, gsm8k, perplexity = compare(benchmarks, [outcome])
     assert (arc.scores[0].items, gsm8k.scores[0].items, perplexity.scores[0].items) == (2, 2, 2)
@@ -67,9 +67,9 @@ def test_a_port_agrees_with_its_source_item_for_item(save_model, data_folder, tm
     source = save_model("Llama", "source", base=True)
     ports = {"block": Blocks(number=3), "full": Blocks("full")}
     for name, blocks in ports.items():
-        port(source, tmp_path / name, blocks)
+        port_checkpoint(source, tmp_path / name, blocks)
     subjects = subjects_of([source, *(str(tmp_path / name) for name in ports)], None)
-    benchmarks, outcomes = run(subjects, NAMES, SHORT, tmp_path / "out", data_folder)
+    benchmarks, outcomes = run_benchmarks(subjects, NAMES, SHORT, tmp_path / "out", data_folder)
     arc, gsm8k, perplexity = compare(benchmarks, outcomes)
     assert arc.difference.test == gsm8k.difference.test == "the same item for item"
     assert abs(perplexity.difference.value) < 1e-4
@@ -85,7 +85,7 @@ def test_scores_do_not_depend_on_the_run_or_on_the_batch(family, batch_sizes, sa
     scored, said = [], []
     for index, batch_size in enumerate(batch_sizes):
         settings = Settings(**{**vars(SHORT), "batch_size": batch_size, "limit": None})
-        _, (outcome,) = run(subjects, NAMES[:2], settings, tmp_path / str(index), data_folder)
+        _, (outcome,) = run_benchmarks(subjects, NAMES[:2], settings, tmp_path / str(index), data_folder)
         scored.append({name: found["results"][name] for name, found in outcome.results.items()})
         said.append({key: value for key, value in items(outcome, "resps").items() if "gsm8k" in key[0]})
     for found in scored[1:]:
@@ -97,22 +97,22 @@ def test_scores_do_not_depend_on_the_run_or_on_the_batch(family, batch_sizes, sa
 
 def test_what_has_finished_is_not_run_again(save_model, data_folder, tmp_path, monkeypatch):
     subjects = subjects_of([save_model()], None)
-    _, (first,) = run(subjects, NAMES[:1], SHORT, tmp_path, data_folder)
+    _, (first,) = run_benchmarks(subjects, NAMES[:1], SHORT, tmp_path, data_folder)
     ran = []
     evaluate = eval.run.simple_evaluate
     monkeypatch.setattr(
         eval.run, "simple_evaluate", lambda *a, tasks, **k: (ran.append(tasks), evaluate(*a, tasks=tasks, **k))[1]
     )
-    benchmarks, (both,) = run(subjects, NAMES[:2], SHORT, tmp_path, data_folder)
+    benchmarks, (both,) = run_benchmarks(subjects, NAMES[:2], SHORT, tmp_path, data_folder)
     assert len(ran) == 1
     monkeypatch.setattr(eval.run, "_load", None)  # nothing left: no model is loaded
-    _, (again,) = run(subjects, NAMES[:2], SHORT, tmp_path, data_folder)
+    _, (again,) = run_benchmarks(subjects, NAMES[:2], SHORT, tmp_path, data_folder)
     assert again.results == both.results
     assert again.results[NAMES[0]] == json.loads(json.dumps(first.results[NAMES[0]]))
     (tmp_path / "Llama" / f"{NAMES[0]}.json").unlink()
     (tmp_path / "Llama" / f"{NAMES[0]}.incomplete").write_text("{")  # what a kill leaves
     monkeypatch.undo()
-    _, (mended,) = run(subjects, NAMES[:2], SHORT, tmp_path, data_folder)
+    _, (mended,) = run_benchmarks(subjects, NAMES[:2], SHORT, tmp_path, data_folder)
     assert compare(benchmarks, [mended]) == compare(benchmarks, [both])
 
 
@@ -126,7 +126,7 @@ def test_another_process_finds_what_this_one_left(save_model, data_folder, tmp_p
     environment = {**os.environ, "PYTHONPATH": str(clone), "PYTHONHASHSEED": "7"}
     subprocess.run([*command, *OPTIONS.split(), tmp_path / "out"], check=True, cwd=clone, env=environment)
     monkeypatch.setattr(eval.run, "_load", None)
-    _, (outcome,) = run(subjects_of([model], None), names, SHORT, tmp_path / "out", data_folder)
+    _, (outcome,) = run_benchmarks(subjects_of([model], None), names, SHORT, tmp_path / "out", data_folder)
     assert list(outcome.results) == names
 
 
@@ -144,20 +144,20 @@ def test_another_process_finds_what_this_one_left(save_model, data_folder, tmp_p
 )
 def test_results_of_other_settings_are_not_taken_for_these(save_model, data_folder, tmp_path, change, key):
     subjects = subjects_of([save_model()], None)
-    run(subjects, NAMES[:1], SHORT, tmp_path, data_folder)
+    run_benchmarks(subjects, NAMES[:1], SHORT, tmp_path, data_folder)
     with pytest.raises(EvalError, match=f"has results for another {key} "):
-        run(subjects, NAMES[:1], Settings(**{**vars(SHORT), **change}), tmp_path, data_folder)
+        run_benchmarks(subjects, NAMES[:1], Settings(**{**vars(SHORT), **change}), tmp_path, data_folder)
 
 
 @pytest.mark.parametrize("name", ["config.json", "model.safetensors", "tokenizer.json", "modeling_of_its_own.py"])
 def test_results_of_another_model_at_the_same_place_are_not_taken_for_its(save_model, data_folder, tmp_path, name):
     subjects = subjects_of([save_model()], None)
-    run(subjects, NAMES[2:], SHORT, tmp_path)
+    run_benchmarks(subjects, NAMES[2:], SHORT, tmp_path)
     Path(subjects[0].model, "README.md").touch()  # a card written from these results is no other model
-    run(subjects, NAMES[2:], SHORT, tmp_path)
+    run_benchmarks(subjects, NAMES[2:], SHORT, tmp_path)
     Path(subjects[0].model, name).touch()
     with pytest.raises(EvalError, match=rf"has results for another files: \S+/{name} ") as raised:
-        run(subjects, NAMES[2:], SHORT, tmp_path)
+        run_benchmarks(subjects, NAMES[2:], SHORT, tmp_path)
     assert "\n" not in str(raised.value)
 
 
@@ -165,10 +165,10 @@ def test_results_of_another_adapter_are_not_taken_for_these(save_model, tmp_path
     model = save_model()
     adapt(model, tmp_path / "adapter")
     subjects = subjects_of([model], str(tmp_path / "adapter"))
-    run(subjects, NAMES[2:], SHORT, tmp_path / "out")
+    run_benchmarks(subjects, NAMES[2:], SHORT, tmp_path / "out")
     (tmp_path / "adapter" / "adapter_model.safetensors").touch()
     with pytest.raises(EvalError, match=r"another files: .*adapter_model\.safetensors"):
-        run(subjects, NAMES[2:], SHORT, tmp_path / "out")
+        run_benchmarks(subjects, NAMES[2:], SHORT, tmp_path / "out")
 
 
 def test_results_of_another_commit_are_not_taken_for_these(save_model, tmp_path, monkeypatch):
@@ -179,7 +179,7 @@ def test_results_of_another_commit_are_not_taken_for_these(save_model, tmp_path,
         monkeypatch.setattr(eval.run, "cached_file", lambda *_, snapshot=snapshot, **__: snapshot)
         refused = pytest.raises(EvalError, match=r"another files: owner/name \('a+', not 'b+'\)")
         with refused if commit[0] == "b" else nullcontext():
-            run([Subject("name", "owner/name")], NAMES[2:], SHORT, tmp_path)
+            run_benchmarks([Subject("name", "owner/name")], NAMES[2:], SHORT, tmp_path)
 
 
 @pytest.mark.parametrize(("split", "column"), [("test", "answerKey"), ("train", "question")])
@@ -187,13 +187,13 @@ def test_results_of_other_rows_are_not_taken_for_these(save_model, data_folder, 
     data = tmp_path / "data"
     shutil.copytree(data_folder / "allenai", data / "allenai")
     subjects = subjects_of([save_model()], None)
-    run(subjects, NAMES[:1], SHORT, tmp_path / "out", data)
+    run_benchmarks(subjects, NAMES[:1], SHORT, tmp_path / "out", data)
     file = data / f"allenai/ai2_arc/ARC-Challenge/{split}.jsonl"
     rows = [json.loads(line) for line in file.read_text().splitlines()]
     rows[0][column] = "A"
     write_rows(file, rows)
     with pytest.raises(EvalError, match="has results for another rows "):
-        run(subjects, NAMES[:1], SHORT, tmp_path / "out", data)
+        run_benchmarks(subjects, NAMES[:1], SHORT, tmp_path / "out", data)
 
 
 def test_a_failure_leaves_the_others_and_the_status_says_so(save_model, data_folder, tmp_path, monkeypatch):
@@ -231,7 +231,7 @@ def test_a_failure_leaves_the_others_and_the_status_says_so(save_model, data_fol
 def test_a_model_that_cannot_be_loaded_fails_and_the_next_one_runs(save_model, data_folder, tmp_path):
     broken, sound = save_model(name="broken"), save_model(name="sound")
     Path(broken, "model.safetensors").write_bytes(b"no weights")
-    _, outcomes = run(subjects_of([broken, sound], None), NAMES[:1], SHORT, tmp_path, data_folder)
+    _, outcomes = run_benchmarks(subjects_of([broken, sound], None), NAMES[:1], SHORT, tmp_path, data_folder)
     assert list(outcomes[0].failures) == NAMES[:1]
     assert outcomes[1].failures == {}
 
@@ -256,7 +256,7 @@ def test_an_adapter_is_one_more_column(save_model, tmp_path, monkeypatch):
     config.write_text(json.dumps(json.loads(config.read_text()) | {"base_model_name_or_path": "nowhere/../elsewhere"}))
     subjects = subjects_of([model.name], adapter)
     assert [subject.name for subject in subjects] == ["Llama", "Llama+tuned"]
-    benchmarks, outcomes = run(subjects, NAMES[2:], SHORT, tmp_path / "out")
+    benchmarks, outcomes = run_benchmarks(subjects, NAMES[2:], SHORT, tmp_path / "out")
     (row,) = compare(benchmarks, outcomes)
     assert abs(row.difference.value) > 1e-3
 
@@ -264,7 +264,7 @@ def test_an_adapter_is_one_more_column(save_model, tmp_path, monkeypatch):
 @pytest.mark.parametrize("adapter", [False, True])
 def test_no_code_beside_one_of_our_checkpoints_is_run(save_model, tmp_path, adapter):
     """Such a folder has code, for use without this library; here the library is used."""
-    port(save_model("Llama", "source", base=True), tmp_path / "ported", Blocks(number=3))
+    port_checkpoint(save_model("Llama", "source", base=True), tmp_path / "ported", Blocks(number=3))
     for file in (tmp_path / "ported").glob("*.py"):
         file.write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\n" + file.read_text())
     words = []
@@ -479,12 +479,12 @@ def test_the_harness_alone_runs_our_tasks(save_model, tmp_path):
 def test_responses_are_kept_within_a_task(save_model, data_folder, tmp_path, monkeypatch):
     settings = Settings(**{**vars(SHORT), "cache": True})
     subjects = subjects_of([save_model()], None)
-    benchmarks, (first,) = run(subjects, NAMES[:2], settings, tmp_path, data_folder)
+    benchmarks, (first,) = run_benchmarks(subjects, NAMES[:2], settings, tmp_path, data_folder)
     for name in NAMES[:2]:
         (tmp_path / "Llama" / f"{name}.json").unlink()
     monkeypatch.setattr(HFLM, "_model_call", None)
     monkeypatch.setattr(HFLM, "_model_generate", None)
-    _, (again,) = run(subjects, NAMES[:2], settings, tmp_path, data_folder)
+    _, (again,) = run_benchmarks(subjects, NAMES[:2], settings, tmp_path, data_folder)
     assert compare(benchmarks, [again]) == compare(benchmarks, [first])
 
 
@@ -492,13 +492,13 @@ def test_responses_are_those_of_the_model_that_is_there(save_model, tmp_path):
     settings = Settings(**{**vars(SHORT), "cache": True})
     model = save_model()
     subjects = subjects_of([model], None)
-    benchmarks, (first,) = run(subjects, NAMES[2:], settings, tmp_path / "out")
+    benchmarks, (first,) = run_benchmarks(subjects, NAMES[2:], settings, tmp_path / "out")
     retrained = AutoModelForCausalLM.from_pretrained(model)
     retrained.lm_head.weight.data.mul_(2)
     retrained.save_pretrained(model)
     (tmp_path / "out/Llama" / f"{NAMES[2]}.json").unlink()
-    _, (again,) = run(subjects, NAMES[2:], settings, tmp_path / "out")
-    _, (fresh,) = run(subjects, NAMES[2:], SHORT, tmp_path / "fresh")
+    _, (again,) = run_benchmarks(subjects, NAMES[2:], settings, tmp_path / "out")
+    _, (fresh,) = run_benchmarks(subjects, NAMES[2:], SHORT, tmp_path / "fresh")
     assert compare(benchmarks, [again]) == compare(benchmarks, [fresh]) != compare(benchmarks, [first])
 
 

@@ -14,9 +14,9 @@ from typer.testing import CliRunner
 
 from common.errors import UserError
 from common.files import whole_file
-from conversion.export import export
-from conversion.port import Blocks, port
-from conversion.upcycle import upcycle
+from conversion.export import export_checkpoint
+from conversion.port import Blocks, port_checkpoint
+from conversion.upcycle import upcycle_checkpoint
 from model_cards.__main__ import app
 from model_cards.card import CardError, write_card
 from model_cards.markdown import plain
@@ -44,7 +44,7 @@ def source(tmp_path):
 
 @pytest.fixture
 def ported(source, tmp_path):
-    port(str(source), tmp_path / "ported", Blocks(number=3), verify=True)
+    port_checkpoint(str(source), tmp_path / "ported", Blocks(number=3), verify=True)
     return tmp_path / "ported"
 
 
@@ -97,7 +97,7 @@ def test_the_lossless_figure_is_the_one_that_was_verified(source, ported, tmp_pa
     verified = read(ported).verified
     assert verified.relative_error < 3e-6
     assert f"{verified.relative_error:.1e} over {verified.tokens} tokens" in (ported / "README.md").read_text()
-    port(str(source), tmp_path / "unverified")
+    port_checkpoint(str(source), tmp_path / "unverified")
     assert read(tmp_path / "unverified").verified is None
     text = (tmp_path / "unverified" / "README.md").read_text()
     assert "was not checked when it was made" in text
@@ -109,7 +109,7 @@ def test_the_lossless_figure_is_the_one_that_was_verified(source, ported, tmp_pa
 def test_every_family_has_a_card(family, head, tmp_path):
     model = family.base_causal_lm()
     (model if head else model.model).save_pretrained(tmp_path / "base")
-    port(str(tmp_path / "base"), tmp_path / "ported", Blocks("full"))
+    port_checkpoint(str(tmp_path / "base"), tmp_path / "ported", Blocks("full"))
     text = (tmp_path / "ported" / "README.md").read_text()
     assert f"`{family.ours('Config').model_type}`" in text
     assert ("AutoModelForCausalLM.from_pretrained" in text) == head
@@ -119,13 +119,13 @@ def test_every_family_has_a_card(family, head, tmp_path):
 
 
 def test_an_upcycled_model_and_an_export(source, tmp_path):
-    upcycle(str(source), tmp_path / "moe", experts=4, top_k=2, blocks=Blocks(), expert_noise=0.0, seed=0)
+    upcycle_checkpoint(str(source), tmp_path / "moe", experts=4, top_k=2, blocks=Blocks(), expert_noise=0.0, seed=0)
     text = (tmp_path / "moe" / "README.md").read_text()
     assert "Upcycled from `source`" in text
     assert "4, 2 of them a token" in text
     assert "Its routers are new" in text
-    port(str(source), tmp_path / "ported")
-    export(str(tmp_path / "ported"), tmp_path / "back")
+    port_checkpoint(str(source), tmp_path / "ported")
+    export_checkpoint(str(tmp_path / "ported"), tmp_path / "back")
     assert {path.name for path in (tmp_path / "back").iterdir()}.isdisjoint({"README.md", "provenance.json"})
 
 
@@ -374,7 +374,7 @@ def test_aliases_cost_no_more_than_their_text(source, tmp_path, key):
     lines = ["a0: &a0 {x: y}"]
     lines += [f"a{i}: &a{i} {{{key}: [{','.join([f'*a{i - 1}'] * 10)}]}}" for i in range(1, 11)]
     (source / "README.md").write_text("\n".join(["---", "license: mit", *lines, "language: [*a10, no]", "---", ""]))
-    port(str(source), tmp_path / "ported")
+    port_checkpoint(str(source), tmp_path / "ported")
     data = ModelCard.load(tmp_path / "ported" / "README.md").data
     assert (data.license, data.language) == ("mit", ["no"])
 
@@ -402,7 +402,7 @@ def test_what_is_no_card_says_nothing(tmp_path, make):
 @pytest.mark.parametrize("content", ["no front matter", "---\nlicense: [\n---\n", ""])
 def test_a_source_with_another_card_is_ported_all_the_same(source, tmp_path, content):
     (source / "README.md").write_text(content)
-    port(str(source), tmp_path / "ported")
+    port_checkpoint(str(source), tmp_path / "ported")
     assert ModelCard.load(tmp_path / "ported" / "README.md").data.license is None
 
 

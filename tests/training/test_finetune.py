@@ -13,13 +13,13 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, Trainer
 
-from conversion.port import Blocks, port
+from conversion.port import Blocks, port_checkpoint
 from demo.weights import smollm2
 from tests.families import BY_NAME, FAMILIES, tokens
 from tests.oracle import relative_error
 from tests.training import conftest, tokenization_words
 from training.data import hold_out, read_documents
-from training.finetune import finetune
+from training.finetune import finetune_model
 
 from .conftest import refused, succeed, words
 
@@ -352,7 +352,7 @@ def test_a_tokenizer_that_is_code_runs_only_where_it_is_trusted(save_model, toke
 @pytest.mark.xdist_group("smollm2")
 def test_the_real_model_learns_a_text(tmp_path):
     """SmolLM2-135M ported, LoRA and depth parameters, three steps."""
-    port(str(smollm2()), tmp_path / "ported", Blocks(number=8), link=True)
+    port_checkpoint(str(smollm2()), tmp_path / "ported", Blocks(number=8), link=True)
     (tmp_path / "text.txt").write_text((ROOT / "LICENSE").read_text()[:4000] * 2)
     options = {"per_device_train_batch_size": 2, "learning_rate": 5e-4}
     result = run(tmp_path / "ported", tmp_path / "text.txt", tmp_path / "out", "--held-out", "0.2", **options)
@@ -374,5 +374,5 @@ def test_finetune_is_a_function_too(save_model, text_file, tmp_path):
     from training.finetune import Recipe
 
     arguments = TrainingArguments(tmp_path / "out", report_to="none", remove_unused_columns=False, **QUICK)
-    result = finetune(Recipe(str(save_model()), [text_file], length=32), arguments, resume=False)
+    result = finetune_model(Recipe(str(save_model()), [text_file], length=32), arguments, resume=False)
     assert result["steps"] == 3

@@ -11,7 +11,7 @@ from statistics import mean, stdev
 from rich.console import Console
 from rich.table import Table
 
-from training.diagnose import diagnose
+from training.diagnose import diagnose_model
 
 
 HERE = Path(__file__).parent
@@ -53,7 +53,7 @@ def main(work: Path) -> None:
     for name, adapter in (("before", None), ("after", Path("lora-and-depth-1/adapter"))):
         with tempfile.TemporaryDirectory() as folder:
             with contextlib.chdir(work):  # the pictures name what they show, not where it lay
-                diagnose("ported", Path(folder) / "out", Path("library.txt"), adapter, None, 256)
+                diagnose_model("ported", Path(folder) / "out", Path("library.txt"), adapter, None, 256)
             for picture in ("depth_weights.png", "by_layer.png"):
                 shutil.copy(Path(folder) / "out" / picture, HERE / f"{name}_{picture}")
 
