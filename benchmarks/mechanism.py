@@ -1,13 +1,14 @@
-"""The residual mechanism alone, at the shapes of Kimi-Linear-48B: sublayers cost nothing, only what they read does.
+"""Measure the residual mechanism alone, at the shapes of Kimi-Linear-48B: sublayers compute nothing, they only read.
 
-Every candidate walks the same sublayers' outputs, which are given, and makes the input of each. The peers' formulas are
-written here from their papers and descriptions.
+Every candidate goes through the same sublayers' outputs, which are given, and makes the input of each sublayer. The
+formulas of other implementations are written here from their papers and descriptions.
 
 Shapes: T tokens, D hidden size, N sources.
 """
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -17,7 +18,7 @@ from modeling_attnres import BlockLayout, DepthReader
 from modeling_attnres.depth_attention import EagerReader, add_output
 from modeling_attnres.depth_readers import TwoPhaseReader
 
-from .measure import Found, compare, report
+from .measure import Results, Runs, compare, report
 
 
 EPS = 1e-5
@@ -51,7 +52,7 @@ class Case:
 
 
 def standard(case: Case) -> torch.Tensor:
-    """h + f(h)."""
+    """Add each output to the stream: h + f(h)."""
     stream = case.embedding
     for output in case.outputs:
         stream = stream + output
@@ -59,7 +60,7 @@ def standard(case: Case) -> torch.Tensor:
 
 
 def ours(case: Case, reader_class: type[DepthReader]) -> torch.Tensor:
-    """What the layers of a model do with their reader, without what they compute."""
+    """Use a reader as the layers of a model do, without what they compute."""
     reader = reader_class(case.queries_SD * case.width**0.5, EPS, case.layout)
     hidden_states = case.embedding
     for layer in range(case.layers):
@@ -72,7 +73,7 @@ def ours(case: Case, reader_class: type[DepthReader]) -> torch.Tensor:
 
 
 def by_reads(case: Case, read: Callable) -> torch.Tensor:
-    """Block Attention Residuals by a function that is given all sources of a site, as the peers do."""
+    """Compute Block Attention Residuals by a function that is given all sources of a site, as others do."""
     blocks, running_sum = [], case.embedding
     for site, output in enumerate(case.outputs):
         layer, is_mlp = divmod(site, 2)
@@ -85,7 +86,7 @@ def by_reads(case: Case, read: Callable) -> torch.Tensor:
 
 
 def pseudo_code_read(sources: list[torch.Tensor], query_D: torch.Tensor, norm_D: torch.Tensor) -> torch.Tensor:
-    """The paper's pseudo-code: stack the sources, normalise them, two einsums."""
+    """Read by the paper's pseudo-code: stack the sources, normalise them, two einsums."""
     values_NBTD = torch.stack(sources)
     keys_NBTD = F.rms_norm(values_NBTD, norm_D.shape, norm_D.to(values_NBTD.dtype), EPS)
     logits_NBT = torch.einsum("d,nbtd->nbt", query_D.to(keys_NBTD.dtype), keys_NBTD)
@@ -102,7 +103,7 @@ def concatenating_read(sources: list[torch.Tensor], query_D: torch.Tensor, norm_
 
 
 def sdpa_read(sources: list[torch.Tensor], query_D: torch.Tensor, norm_D: torch.Tensor) -> torch.Tensor:
-    """One query a token against its sources, by `scaled_dot_product_attention`; tokens are the batch."""
+    """Read by `scaled_dot_product_attention`: one query per token against its sources; tokens are the batch."""
     values_MND = torch.stack(sources, dim=2).flatten(0, 1)
     keys_MND = F.rms_norm(values_MND, norm_D.shape, norm_D.to(values_MND.dtype), EPS)
     queries_M1D = query_D.to(keys_MND.dtype).expand(len(keys_MND), 1, -1)
@@ -120,34 +121,35 @@ CANDIDATES = {
 }
 
 
-def runs_of(case: Case, names=CANDIDATES) -> dict:
-    return {name: lambda candidate=CANDIDATES[name]: candidate(case) for name in names}
+def runs_of(case: Case, names=CANDIDATES) -> Runs:
+    """Bind candidates to a case."""
+    return {name: partial(CANDIDATES[name], case) for name in names}
 
 
 @torch.no_grad()
 def measure_mechanism(tokens: list[int], repeats: int, output: Path | None) -> None:
-    """All candidates at the 48B model's width, depth and blocks, fp32 and bf16."""
-    found: Found = {}
+    """Measure all candidates at the 48B model's width, depth and blocks, in fp32 and bf16."""
+    results: Results = {}
     for count in tokens:
         for dtype in (torch.float32, torch.bfloat16):
-            label = f"{count} token{'s' * (count > 1)}, {str(dtype).removeprefix('torch.')}"
+            label = f"{'1 token' if count == 1 else f'{count} tokens'}, {str(dtype).removeprefix('torch.')}"
             turns = repeats * 10 if count <= 16 else repeats
-            found[label] = compare(runs_of(Case(count, dtype)), turns, label)
-    report("Reads of 54 sublayers, d = 2304, 9 blocks", found, output)
+            results[label] = compare(runs_of(Case(count, dtype)), turns, label)
+    report("Reads of 54 sublayers, d = 2304, 9 blocks", results, output)
 
 
 @torch.no_grad()
 def measure_growth(repeats: int, output: Path | None) -> None:
-    """How the cost grows with tokens, layers, blocks and width: each varied by itself around a middle size."""
+    """Measure how the cost grows with tokens, layers, blocks and width: each varied by itself around a middle size."""
     middle = {"tokens": 256, "layers": 24, "block_size": 3, "width": 1024}
     varied = {"tokens": (64, 256, 1024), "layers": (12, 24, 48), "block_size": (1, 3, 12), "width": (512, 1024, 2048)}
     names = ["standard residual", "ours, two-phase", "the paper's pseudo-code"]
-    found: Found = {}
+    results: Results = {}
     for field, values in varied.items():
         for value in values:
             case = Case(dtype=torch.float32, **middle | {field: value})
-            label = f"{field.replace('_', ' ')} {value}" + f" ({len(case.layout.starts)} blocks)" * (
-                field == "block_size"
-            )
-            found[label] = compare(runs_of(case, names), repeats, label)
-    report("How the cost grows, around 256 tokens, 24 layers in 8 blocks, d = 1024", found, output)
+            label = f"{field.replace('_', ' ')} {value}"
+            if field == "block_size":
+                label += f" ({len(case.layout.starts)} blocks)"
+            results[label] = compare(runs_of(case, names), repeats, label)
+    report("How the cost grows, around 256 tokens, 24 layers in 8 blocks, d = 1024", results, output)

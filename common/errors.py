@@ -1,4 +1,4 @@
-"""Errors that a user can cause and mend: one line, and an exit status. Every command is made by `command_line` here.
+"""Errors that a user can cause and mend: one line, and an exit status. `command_line` makes every command.
 
 Exit status: 0 done, 1 the answer is no (a port that differs, a benchmark that failed), 2 it could not be run. A
 traceback is left for faults of this project.
@@ -28,10 +28,10 @@ class AnswerIsNo(UserError):
 
 @contextlib.contextmanager
 def reading(what: object) -> Iterator[None]:
-    """Say of whatever a library raises as it reads something of the user's what that was.
+    """Turn whatever a library raises while it reads a user's file into one line that names `what` was read.
 
-    Around the call of the library and nothing else: parsers of foreign files raise what they like, from bare
-    `Exception` (tokenizers) over `KeyError` to `RecursionError`, and a fault of ours must not pass for the file's.
+    Put it around the library's call alone: parsers raise what they like, from bare `Exception` (tokenizers) over
+    `KeyError` to `RecursionError`, and a fault of ours must not pass for one of the file.
 
     Raises:
         UserError: in place of any other exception.
@@ -47,7 +47,7 @@ def reading(what: object) -> Iterator[None]:
 
 
 def describe(error: BaseException) -> str:
-    """An exception in one line, with its kind where the words alone do not say what happened."""
+    """Describe an exception in one line, with its kind where its words alone do not say what happened."""
     if isinstance(error, OSError) and error.strerror:
         return f"{error.filename}: {error.strerror}" if error.filename is not None else error.strerror
     if isinstance(error, MemoryError):
@@ -55,12 +55,14 @@ def describe(error: BaseException) -> str:
     if isinstance(error, RecursionError):
         return "it is nested too deeply"
     words = one_line(str(error))
+    if isinstance(error, UserError) or " " in words:
+        return words
     kind = type(error).__name__
-    return words if isinstance(error, UserError) or " " in words else f"{kind}: {words}" if words else kind
+    return f"{kind}: {words}" if words else kind
 
 
 def one_line(text: str, length: int = 600) -> str:
-    """A text without line breaks or control characters, cut where it is endless."""
+    """Return a text without line breaks or control characters, cut to `length`."""
     words = " ".join("".join(char if char.isprintable() else " " for char in text).split())
     return words if len(words) <= length else f"{words[: length - 1]}…"
 
@@ -87,18 +89,21 @@ def one_line_errors() -> Iterator[None]:
 
 
 def _stop(message: str, status: int) -> None:
+    """Print an error, in which a file's name may hold bytes that are no text, and end the process."""
     typer.echo(f"error: {message.encode(errors='backslashreplace').decode()}", err=True)
     raise SystemExit(status) from None
 
 
 class _Commands(TyperGroup):
+    """Commands whose errors are printed by `one_line_errors`."""
+
     def invoke(self, ctx: typer.Context):
         with one_line_errors():
             return super().invoke(ctx)
 
 
 def command_line(purpose: str) -> typer.Typer:
-    """A typer app whose commands end in one line and an exit status for what a user can cause."""
+    """Make a typer app whose commands end in one line and an exit status for what a user can cause."""
     return typer.Typer(
         cls=_Commands, no_args_is_help=True, pretty_exceptions_enable=False, help=purpose, rich_markup_mode=None
     )

@@ -1,4 +1,4 @@
-"""Reading nothing but files, writing what is complete or absent, and taking over large files cheaply."""
+"""Read nothing but files, write what is complete or absent, and take over large files cheaply."""
 
 import contextlib
 import errno
@@ -16,7 +16,7 @@ from .errors import UserError
 
 FICLONE = 0x40049409  # ioctl of Linux: share the blocks of a file, copy on write
 NO_CLONES = (errno.EOPNOTSUPP, errno.ENOTTY, errno.EXDEV, errno.EINVAL, errno.ENOSYS, errno.EPERM)
-CHUNK = 16 * 2**20
+CHUNK = 16 * 2**20  # bytes copied between two steps of the progress bar
 
 
 def check_target(target: Path, source: str) -> None:
@@ -73,7 +73,9 @@ def check_link(path: Path, folder: Path) -> None:
 
 
 def files_below(folder: Path) -> Iterator[Path]:
-    """The files below a folder, sorted, without hidden ones. A link to a folder, which could lead in circles, is one.
+    """Yield the files below a folder, sorted, without hidden ones.
+
+    A link to a folder counts as a file: to follow it could lead in circles.
 
     Raises:
         OSError: a folder cannot be read.
@@ -90,7 +92,7 @@ def files_below(folder: Path) -> Iterator[Path]:
 
 @contextlib.contextmanager
 def complete_or_absent(target: Path) -> Iterator[Path]:
-    """A folder to write to, that becomes `target` when the block ends without an error.
+    """Give a folder to write to, which becomes `target` when the `with` block ends without an error.
 
     It is a sibling `.NAME.incomplete`, synced and then renamed, so a kill at any moment leaves `target` absent or
     complete. A lock tells a running writer from a leftover, which the next run removes.
@@ -116,7 +118,7 @@ def complete_or_absent(target: Path) -> Iterator[Path]:
 
 @contextlib.contextmanager
 def whole_file(path: Path) -> Iterator[Path]:
-    """A file to write, that becomes `path` (whose folder is made) when the block ends without an error.
+    """Give a file to write, which becomes `path` (whose folder is made) when the `with` block ends without an error.
 
     Raises:
         UserError: another process writes the same file.
@@ -134,13 +136,13 @@ def whole_file(path: Path) -> Iterator[Path]:
 
 
 def incomplete(path: Path) -> Path:
-    """Where a file or folder is written before it is complete."""
+    """Return the path where a file or folder is written before it is complete."""
     return path.with_name(f".{path.name}.incomplete")
 
 
 @contextlib.contextmanager
 def _claimed(final: Path, partial: Path, make: Callable[[], object], flags: int = 0) -> Iterator[None]:
-    """Make the place where `final` is written and hold a lock on it, alone of all processes.
+    """Make the place where `final` is written, and hold a lock on it that one process at a time can have.
 
     A link under that name is not followed: it would have another folder emptied, or another file written. Folders that
     are made on the way are removed after an error.
@@ -159,6 +161,7 @@ def _claimed(final: Path, partial: Path, make: Callable[[], object], flags: int 
 
 @contextlib.contextmanager
 def _locked(final: Path, partial: Path, make: Callable[[], object], flags: int) -> Iterator[None]:
+    """Make `partial` and lock it; once more where another writer moved it away between the two."""
     kind = stat.S_IFDIR if flags & os.O_DIRECTORY else stat.S_IFREG
     while True:
         if partial.is_symlink():
@@ -171,7 +174,7 @@ def _locked(final: Path, partial: Path, make: Callable[[], object], flags: int) 
         except (FileExistsError, NotADirectoryError):
             raise UserError(f"{partial} is there and is no folder: remove it.") from None
         with contextlib.ExitStack() as stack:
-            stack.callback(os.close, descriptor)
+            stack.callback(os.close, descriptor)  # which lets go of the lock, too
             if stat.S_IFMT(os.fstat(descriptor).st_mode) != kind:
                 raise UserError(f"{partial} is there and is no file: remove it.")
             try:
@@ -184,6 +187,7 @@ def _locked(final: Path, partial: Path, make: Callable[[], object], flags: int) 
 
 
 def _is_being_written(final: Path) -> bool:
+    """Say whether another process holds the lock on the place where `final` is written."""
     try:
         descriptor = os.open(incomplete(final), os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
     except OSError:
@@ -198,6 +202,7 @@ def _is_being_written(final: Path) -> bool:
 
 
 def _is_at(descriptor: int, path: Path) -> bool:
+    """Say whether an open file is the one that a path names now."""
     try:
         return os.path.samestat(os.fstat(descriptor), os.stat(path, follow_symlinks=False))
     except FileNotFoundError:
@@ -206,10 +211,14 @@ def _is_at(descriptor: int, path: Path) -> bool:
 
 def _empty(folder: Path) -> None:
     for path in folder.iterdir():
-        shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
+        if path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path)
+        else:
+            path.unlink()
 
 
 def _sync(folder: Path) -> None:
+    """Have the disk hold a folder's files, and their names."""
     for directory, _, names in os.walk(folder):
         for name in names:
             _sync_file(Path(directory) / name)
@@ -225,13 +234,13 @@ def _sync_file(path: Path) -> None:
 
 
 def write_new(path: Path, text: str) -> None:
-    """Write a text to a file that is not there yet: what is there may be another's, through a hard link."""
+    """Write a text to a file that does not exist: a file that does may be shared with others, by a hard link."""
     with open(path, "x", encoding="utf-8") as file:
         file.write(text)
 
 
 def copy_new(source: Path, target: Path) -> None:
-    """Copy a file to a place where nothing is yet, making its folder."""
+    """Copy a file to a path where nothing is yet, making its folder."""
     check_file(source)
     target.parent.mkdir(parents=True, exist_ok=True)
     with open(source, "rb") as reader, open(target, "xb") as writer:
@@ -239,7 +248,7 @@ def copy_new(source: Path, target: Path) -> None:
 
 
 def move(files: dict[Path, Path]) -> None:
-    """Give each file its new place on the same file system, where nothing is yet."""
+    """Move each file to a path on the same file system where nothing is yet."""
     for source, target in files.items():
         if os.path.lexists(target):
             raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(target))
@@ -247,7 +256,7 @@ def move(files: dict[Path, Path]) -> None:
 
 
 def take_over(files: dict[Path, Path], link: bool = False) -> None:
-    """Make each target, where nothing is yet, the same as its source: by a clone where possible, else by a copy.
+    """Make each target, where nothing is yet, the same as its source: a clone where possible, else a copy.
 
     Args:
         files: from source to target. A symbolic link (as in the hub's cache) counts as the file it points to.
@@ -257,6 +266,7 @@ def take_over(files: dict[Path, Path], link: bool = False) -> None:
         UserError: not enough space for a copy, or no hard link possible.
     """
     files = {source.resolve(): target for source, target in files.items()}
+    # Hard links, all or an error
     if link:
         for source, target in files.items():
             try:
@@ -265,6 +275,7 @@ def take_over(files: dict[Path, Path], link: bool = False) -> None:
                 raise UserError(f"{source} cannot be hard-linked to {target}: {error.strerror}.") from error
         return
 
+    # Clones, and copies of what cannot be cloned
     to_copy = {source: target for source, target in files.items() if not _clone(source, target)}
     needed = sum(source.stat().st_size for source in to_copy)
     check_space(next(iter(files.values())).parent, needed)
@@ -288,7 +299,7 @@ def check_space(folder: Path, needed: int) -> None:
 
 
 def _clone(source: Path, target: Path) -> bool:
-    """Share the source's blocks copy-on-write; False, and no target, where the file system cannot."""
+    """Share the source's blocks copy-on-write. Return False, and leave no target, where the file system cannot."""
     with open(source, "rb") as reader, open(target, "xb") as writer:
         try:
             fcntl.ioctl(writer.fileno(), FICLONE, reader.fileno())

@@ -26,7 +26,7 @@ Die Zugspitze ist mit 2962 Metern der höchste Berg Deutschlands. La tour Eiffel
 
 
 def read_text(path: Path | None) -> tuple[str, str]:
-    """The text of a file, or the built-in sample, and what to call it.
+    """Read the text of a file, or return the built-in sample; and what to call it.
 
     Raises:
         UserError: it is no file, cannot be read as UTF-8, or is empty.

@@ -19,13 +19,13 @@ app = command_line(__doc__)
 Source = Annotated[str, typer.Argument(help="A local folder, a hub id or a GGUF file.")]
 Target = Annotated[Path, typer.Argument(help="The folder to write; it must not exist, or be empty.")]
 Mode = Annotated[Literal["block", "full"], typer.Option(help="Read blocks of layers, or every sublayer.")]
-BlockSize = Annotated[int | None, typer.Option(help="Decoder layers a block. Default: layers / 8, rounded up.")]
+BlockSize = Annotated[int | None, typer.Option(help="Decoder layers per block. Default: layers / 8, rounded up.")]
 NumBlocks = Annotated[int | None, typer.Option(help="The number of blocks, in place of their size.")]
 Text = Annotated[Path | None, typer.Option(help="A UTF-8 text file, in place of the built-in sample.")]
 
 
 def say(report: object) -> None:
-    """Print a report; the bytes of a file's name may be no text."""
+    """Print a report, in which the name of a file may hold bytes that are no text."""
     typer.echo(str(report).encode(errors="backslashreplace").decode())
 
 
@@ -65,15 +65,15 @@ def export(source: Annotated[str, typer.Argument(help="A port whose queries are 
 def upcycle(
     source: Source,
     target: Target,
-    experts: Annotated[int, typer.Option(help="Experts a layer.")],
-    top_k: Annotated[int, typer.Option(help="Experts a token is sent to.")],
+    experts: Annotated[int, typer.Option(help="Experts per layer.")],
+    top_k: Annotated[int, typer.Option(help="Experts per token.")],
     mode: Mode = "block",
     block_size: BlockSize = None,
     num_blocks: NumBlocks = None,
     expert_noise: Annotated[
         float, typer.Option(help="Noise of each expert, in units of its weights' deviation.")
     ] = 0.0,
-    seed: Annotated[int, typer.Option(help="Of the routers and the noise.")] = 0,
+    seed: Annotated[int, typer.Option(help="Seed of the routers and the noise.")] = 0,
 ) -> None:
     """Turn a dense Llama into a Mixtral whose experts start as copies of its MLP, with depth attention."""
     blocks = Blocks(mode, block_size, num_blocks)

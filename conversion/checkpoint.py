@@ -1,7 +1,12 @@
 """A checkpoint on disk: where it comes from, which tensors lie in which shard, and whether they fit its config.
 
-Nothing here loads weights. A shard is opened through safetensors, which reads and checks its header only, and the fit
-is checked by letting transformers load tensors without storage, by its own naming and merging rules.
+Weights are read only where they are asked for (`open_tensors`). A shard is opened through safetensors, which reads and
+checks its header only, and the fit is checked by letting transformers load tensors without storage, by its own naming
+and merging rules.
+
+A checkpoint may come from anywhere. Whatever its files hold, what cannot be used ends in one line that names the file
+(`UserError`), not in a traceback, an endless wait or a full memory. So files are checked to be files before they are
+opened, and sizes in the config are checked before a model is built of them.
 """
 
 import contextlib
@@ -25,6 +30,7 @@ from transformers.utils import ADAPTER_CONFIG_NAME, SAFE_WEIGHTS_INDEX_NAME, SAF
 import modeling_attnres
 from common.errors import UserError, describe, reading
 from common.files import check_file, files_below
+from common.quiet import quiet_transformers
 from modeling_attnres import config_name, is_attnres_type, is_depth_parameter
 
 from .gguf import dequantise
@@ -32,15 +38,14 @@ from .gguf import dequantise
 
 CONFIG_NAME = "config.json"
 PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt")
-OTHER_WEIGHTS = (  # and what else belongs to a training, by path as `fnmatch` has it
+OTHER_WEIGHTS = (  # and what else a training leaves in a folder: patterns of `fnmatch`, for paths
     *("*.bin", "*.pt", "*.pth", "*.ckpt", "*.gguf", "*.h5", "*.msgpack", "*.onnx", "*.ot", "consolidated*.safetensors"),
     *("original/*", "*/original/*", "checkpoint-*/*", "*/checkpoint-*/*"),
 )
 SIZE = re.compile(r"size|dim|rank|state|num|n_|layers|experts|heads|labels")  # fields that make a model large
-LARGEST = 2**20  # more would fill the memory before any tensor is compared
+LARGEST = 2**20  # the largest size believed: more would fill the memory before any tensor is compared
 
-
-# How a quantised checkpoint differs from a plain one: tensors that come with a weight. Others are not known to work.
+# By quantisation, the names of the tensors that it adds beside a weight. Others are not known to work.
 QUANTISATION_TENSORS = {
     "fp8": re.compile(r"_scale_inv$|\.activation_scale$"),
     "bitsandbytes": re.compile(
@@ -69,9 +74,11 @@ class Checkpoint:
     weight_map: dict[str, str] = field(init=False)  # tensor name -> shard file name
 
     def __post_init__(self):
+        # No pipe or device in the folder, which would keep whoever opens it waiting; a link to a folder is left alone.
         for path in files_below(self.folder):
-            if not path.is_dir():  # a link to one
+            if not path.is_dir():
                 check_file(path)
+        # No adapter, which transformers would load on top of the weights.
         if (self.folder / ADAPTER_CONFIG_NAME).exists():
             raise CheckpointError(
                 f"{self.folder} holds an adapter ({ADAPTER_CONFIG_NAME}), which transformers loads on top of a model's "
@@ -85,6 +92,7 @@ class Checkpoint:
             raise CheckpointError(f"{self.folder}: its shards hold no tensors.")
 
     def _read_weight_map(self) -> dict[str, str]:
+        """Return the shard of each tensor, as the shards' own headers have it; an index must say the same."""
         single, index = self.folder / SAFE_WEIGHTS_NAME, self.folder / SAFE_WEIGHTS_INDEX_NAME
         if single.exists():  # transformers prefers it to an index
             with open_shard(single) as shard:
@@ -95,22 +103,24 @@ class Checkpoint:
         weight_map = read_json(index, unique_keys=True).get("weight_map")
         if not isinstance(weight_map, dict) or not all(isinstance(name, str) for name in weight_map.values()):
             raise CheckpointError(f"{index}: no weight_map; expected one from tensor names to shard files.")
-        found_in: dict[str, str] = {}
+        # Open each shard that the index names, and note what lies in it.
+        shard_of: dict[str, str] = {}
         for name in sorted(set(weight_map.values())):
-            if Path(name).name != name:
+            if Path(name).name != name:  # it would lead out of the folder
                 raise CheckpointError(f"{index}: shard {name!r} is not a plain file name in the same folder.")
             if not (self.folder / name).exists():
                 raise CheckpointError(f"{index} names the shard {name}, which is missing from {self.folder}.")
             with open_shard(self.folder / name) as shard:
                 for tensor in shard.keys():
-                    if tensor in found_in:
-                        raise CheckpointError(f"Tensor {tensor} lies in two shards: {found_in[tensor]} and {name}.")
-                    found_in[tensor] = name
+                    if tensor in shard_of:
+                        raise CheckpointError(f"Tensor {tensor} lies in two shards: {shard_of[tensor]} and {name}.")
+                    shard_of[tensor] = name
+        # Compare the index with that.
         for tensor, name in weight_map.items():
-            if found_in.get(tensor) != name:
-                where = f"it lies in {found_in[tensor]}" if tensor in found_in else "no shard holds it"
+            if shard_of.get(tensor) != name:
+                where = f"it lies in {shard_of[tensor]}" if tensor in shard_of else "no shard holds it"
                 raise CheckpointError(f"{index}: {tensor} should lie in {name}, but {where}.")
-        return found_in
+        return shard_of
 
     @property
     def has_head(self) -> bool:
@@ -123,7 +133,7 @@ class Checkpoint:
         return sorted(set(self.weight_map.values()))
 
     def describe(self) -> dict[str, tuple[tuple[int, ...], str]]:
-        """Shape and dtype (as safetensors names it) of every tensor, from the headers."""
+        """Return shape and dtype (as safetensors names it) of every tensor, from the headers."""
         described = {}
         for name in self.shards:
             with open_shard(self.folder / name) as shard, reading(self.folder / name):
@@ -134,7 +144,7 @@ class Checkpoint:
 
     @contextlib.contextmanager
     def open_tensors(self) -> Iterator[Callable[[str], torch.Tensor]]:
-        """A function from a tensor's name to the tensor, read when asked for. Every shard is opened once."""
+        """Give a function that reads a tensor by its name. Every shard is opened once."""
         with contextlib.ExitStack() as stack:
             shards = {name: stack.enter_context(open_shard(self.folder / name)) for name in self.shards}
 
@@ -183,16 +193,18 @@ class Checkpoint:
         return config_class
 
     def read_config(self) -> transformers.PreTrainedConfig:
-        """The config, as one of this checkpoint's family with Attention Residuals.
+        """Return the config, as one of this checkpoint's family with Attention Residuals.
 
         Raises:
             CheckpointError: it cannot be one, or would be larger than what its tensors allow.
         """
         config_class, file = self.config_class, self.folder / CONFIG_NAME
+        # No more layers than the tensors' names have; some families call their number otherwise.
         layers = 1 + max((layer for layer in map(_layer, self.weight_map) if layer is not None), default=-1)
         for name in {"num_hidden_layers", getattr(config_class, "attribute_map", {}).get("num_hidden_layers")}:
             if isinstance(count := self.config.get(name), int) and count > layers:
                 raise CheckpointError(f"{file}: {name} is {count}, but the tensors' names have {layers} layers.")
+        # No size that fills the memory, and an epsilon that a norm can use.
         for name, value in _fields(self.config):
             if isinstance(value, int) and value > LARGEST and SIZE.search(name):
                 raise CheckpointError(f"{file}: {name} is {value}, expected at most {LARGEST}.")
@@ -202,12 +214,12 @@ class Checkpoint:
             return config_class.from_pretrained(self.folder)
 
     def not_portable(self, reason: object) -> CheckpointError:
-        """The error that says why the family cannot be ported."""
+        """Return the error that says why the family cannot be ported."""
         return CheckpointError(f"{self.folder}: the family {self.config['model_type']!r} cannot be ported: {reason}")
 
     @property
     def quantisation(self) -> re.Pattern | None:
-        """What the names of tensors look like that quantisation added, or `None` for a plain checkpoint."""
+        """The pattern of the names of tensors that quantisation added, or `None` for a plain checkpoint."""
         settings = self.config.get("quantization_config")
         if settings is None:
             return None
@@ -224,7 +236,7 @@ class Checkpoint:
         return QUANTISATION_TENSORS[method]
 
     def read_depth(self, config: transformers.PreTrainedConfig) -> tuple[torch.Tensor, torch.Tensor]:
-        """The queries and the key norms of depth attention, a row a site.
+        """Read the queries and the key norms of depth attention, a row per site.
 
         Raises:
             CheckpointError: one is missing, of another shape than the config implies, or not finite.
@@ -248,14 +260,15 @@ class Checkpoint:
         return query, norm
 
     def check_fit(self, config: transformers.PreTrainedConfig) -> None:
-        """Check that the tensors are those that the config's model expects; depth parameters may be yet to be added.
+        """Check that the tensors are those that the config's model expects; depth parameters may yet be missing.
 
         Transformers loads tensors that have a shape but no storage, so names, merging rules and shapes are its own.
-        Layers that predict further tokens (DeepSeek's MTP), behind the others, are known to be in no model.
+        Layers after the last one that predict further tokens (DeepSeek's MTP) may be there: transformers has none.
 
         Raises:
             CheckpointError: tensors are missing, unexpected or of another shape, or the model cannot be built.
         """
+        # Tensors without storage, of the shapes in the headers; those that quantisation added are in no plain model.
         quantisation, config = self.quantisation, copy.deepcopy(config)
         tensors, packed = {}, set()
         for name, (shape, dtype) in self.describe().items():
@@ -266,9 +279,10 @@ class Checkpoint:
                     tensors[name] = torch.empty(shape, device="meta")
         if quantisation is not None:
             del config.quantization_config  # the weights' own shapes are checked, not how a kernel wants them
+        # Load them.
         with quiet_transformers():
             try:
-                _, found = model_class(type(config), self.has_head).from_pretrained(
+                _, loading = model_class(type(config), self.has_head).from_pretrained(
                     None,
                     config=config,
                     state_dict=tensors,
@@ -278,24 +292,27 @@ class Checkpoint:
                 )
             except (AttributeError, TypeError) as error:  # what depth attention needs is not there
                 raise self.not_portable(describe(error)) from error
-            except Exception as error:  # families say of their fields what they like, in any way
+            except Exception as error:  # what is wrong with a field, a family may say by any exception
                 raise CheckpointError(f"{self.folder}: tensors do not fit {CONFIG_NAME}: {describe(error)}") from error
-        for name, shape, expected in sorted(found["mismatched_keys"]):
+        # Shapes are those that the model has.
+        for name, shape, expected in sorted(loading["mismatched_keys"]):
             if name in packed:
                 continue
             raise CheckpointError(
                 f"{self.folder}: {name} has shape {list(shape)}, but {CONFIG_NAME} implies {list(expected)}."
             )
-        depth = sorted(filter(is_depth_parameter, found["missing_keys"]))
+        # Nothing is missing but the depth parameters that no shard holds yet.
+        depth = sorted(filter(is_depth_parameter, loading["missing_keys"]))
         expected = [name for name in self.expected_depth_names if name not in self.weight_map]
         if depth != expected:
             raise self.not_portable(f"its depth parameters are {depth}, expected {expected}.")
-        missing = sorted(set(found["missing_keys"]).difference(depth))
+        missing = sorted(set(loading["missing_keys"]).difference(depth))
         if missing:
             raise CheckpointError(f"{self.folder}: no shard holds {_some(missing)}, which {CONFIG_NAME} implies.")
+        # Nothing is there besides, but layers that predict further tokens.
         layers, further = config.num_hidden_layers, self.config.get("num_nextn_predict_layers")
         known = range(layers, layers + further) if isinstance(further, int) else ()
-        unexpected = sorted(name for name in found["unexpected_keys"] if _layer(name) not in known)
+        unexpected = sorted(name for name in loading["unexpected_keys"] if _layer(name) not in known)
         if unexpected:
             raise CheckpointError(
                 f"{self.folder}: {_some(unexpected)} has no place in the model that {CONFIG_NAME} describes."
@@ -303,32 +320,34 @@ class Checkpoint:
 
 
 def is_known_lossless(model_type: str) -> bool:
-    """Whether the ports of a base family are tested to be lossless; a port of any other is verified when it is made."""
+    """Say whether a base family's ports are tested to be lossless; a port of any other is verified when it is made."""
     return model_type in modeling_attnres.LOSSLESS_FAMILIES
 
 
 def model_class(config_class: type[transformers.PreTrainedConfig], has_head: bool) -> type:
-    """The class of a family's models: causal LM, or without a head."""
+    """Return the class of a family's models: causal LM, or without a head."""
     return getattr(modeling_attnres, config_class.class_names()["AutoModelForCausalLM" if has_head else "AutoModel"])
 
 
 def _fields(config: dict) -> Iterator[tuple[str, object]]:
-    """The fields of a config, and of configs within it."""
+    """Yield the fields of a config, and of configs within it."""
     for name, value in config.items():
         yield from _fields(value) if isinstance(value, dict) else [(name, value)]
 
 
 def _layer(name: str) -> int | None:
-    """The layer that a tensor's name says it belongs to: the first number in it."""
+    """Return the layer that a tensor belongs to by its name, the first number in it, or `None`."""
     match = re.search(r"(?:^|\.)(\d{1,9})\.", name)
-    return match and int(match[1])
+    return None if match is None else int(match[1])
 
 
 def _some(names: list[str]) -> str:
+    """Name the first of many, and how many more there are."""
     return names[0] + (f" (and {len(names) - 1} more)" if len(names) > 1 else "")
 
 
 def _no_weights(folder: Path) -> str:
+    """Say what a folder without safetensors holds in their place, and what to do about it."""
     pickles = sorted(path.name for path in folder.iterdir() if path.suffix in PICKLE_SUFFIXES)
     if pickles:
         return (
@@ -339,23 +358,8 @@ def _no_weights(folder: Path) -> str:
     return f"{folder}: neither {SAFE_WEIGHTS_NAME} nor {SAFE_WEIGHTS_INDEX_NAME} is there."
 
 
-@contextlib.contextmanager
-def quiet_transformers():
-    """Silence transformers' bars and its report of missing keys; ours are printed instead."""
-    level = transformers.logging.get_verbosity()
-    bars = transformers.logging.is_progress_bar_enabled()
-    transformers.logging.set_verbosity_error()
-    transformers.logging.disable_progress_bar()
-    try:
-        yield
-    finally:
-        transformers.logging.set_verbosity(level)
-        if bars:
-            transformers.logging.enable_progress_bar()
-
-
 def read_json(path: Path, unique_keys: bool = False) -> dict:
-    """Read a JSON object, naming the file and line if it is not one; `unique_keys` refuses a key that comes twice."""
+    """Read a JSON object; an error names the file and line. With `unique_keys` a key that comes twice is refused."""
 
     def unique(pairs):
         keys = [key for key, _ in pairs]
@@ -373,7 +377,7 @@ def read_json(path: Path, unique_keys: bool = False) -> dict:
 
 
 def open_shard(path: Path):
-    """Open a safetensors file, as a context; its header is checked against the file's size and for overlaps."""
+    """Open a safetensors file, as a context manager; its header is checked against the file's size and for overlaps."""
     check_file(path)
     with reading(f"{path} as a whole safetensors file"):
         return safe_open(path, framework="pt")

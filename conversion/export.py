@@ -36,13 +36,21 @@ def export_checkpoint(source: str, target: Path) -> ExportReport:
 
     Raises:
         UserError: the source is none, its queries are trained, or it was not ported.
+
+    Example:
+        from pathlib import Path
+        from conversion.export import export_checkpoint
+
+        print(export_checkpoint("ported", Path("exported")))
     """
     check_target(target, source)
     with complete_or_absent(target) as folder, open_source(source, folder) as checkpoint:
         config = check_exportable(checkpoint)
         write_base_shards(checkpoint, folder)
+        # The card and provenance that came with a port describe the port: they stay behind.
         ours = (PROVENANCE, REPOCARD_NAME) if (checkpoint.folder / PROVENANCE).exists() else ()
         copy_other_files(checkpoint, folder, ours)
+        # The base's config: all fields but those of depth attention and those that name our classes.
         dropped = {*(field.name for field in fields(AttnResConfigMixin)), "auto_map", "architectures", "model_type"}
         kept = {key: value for key, value in config.to_dict().items() if key not in dropped}
         base = config.base_class(**kept)
@@ -52,11 +60,12 @@ def export_checkpoint(source: str, target: Path) -> ExportReport:
 
 
 def check_exportable(checkpoint: Checkpoint) -> PreTrainedConfig:
-    """The config of a checkpoint that its base family would compute alike.
+    """Return the config of a checkpoint whose base family would compute the same.
 
     Raises:
         CheckpointError: it would not; says why.
     """
+    # Is it a checkpoint of ours, and whole?
     if not checkpoint.is_attnres:
         raise CheckpointError(
             f"{checkpoint.folder} is no Attention Residuals checkpoint but a {checkpoint.config['model_type']!r}."
@@ -65,6 +74,7 @@ def check_exportable(checkpoint: Checkpoint) -> PreTrainedConfig:
     checkpoint.check_fit(config)
     if config.attn_res_mode == "none":
         return config
+    # Is every read a plain mean, which a norm with scaled epsilon cannot tell from the sum?
     norms = query_norms(checkpoint, config)
     trained = {site: norm for site, norm in norms.items() if norm > 0}
     if trained:
@@ -80,7 +90,7 @@ def check_exportable(checkpoint: Checkpoint) -> PreTrainedConfig:
 
 
 def query_norms(checkpoint: Checkpoint, config: PreTrainedConfig) -> dict[int, float]:
-    """The norm of the query of each site but the first, which has no effect.
+    """Return the norm of each site's query, without the first site's, which has no effect.
 
     Raises:
         CheckpointError: the depth tensors are not what the config implies.
@@ -92,7 +102,7 @@ def query_norms(checkpoint: Checkpoint, config: PreTrainedConfig) -> dict[int, f
 def write_base_shards(checkpoint: Checkpoint, folder: Path) -> None:
     """Take over shards without depth tensors, rewrite those with some, drop those with nothing else."""
     depth = set(checkpoint.depth_names)
-    kept: dict[str, list[str]] = {}
+    kept: dict[str, list[str]] = {}  # shard -> its tensors that stay
     for tensor, shard in checkpoint.weight_map.items():
         if tensor not in depth:
             kept.setdefault(shard, []).append(tensor)

@@ -21,10 +21,10 @@ def dequantise(path: Path, folder: Path) -> None:
     where = {"pretrained_model_name_or_path": path.parent, "gguf_file": path.name}
     quantization = transformers.GgufConfig(dequantize=True)  # else transformers refuses to save the model
     with reading(path):
-        model, found = AutoModelForCausalLM.from_pretrained(
+        model, loading = AutoModelForCausalLM.from_pretrained(
             **where, quantization_config=quantization, dtype=torch.float32, output_loading_info=True
         )
-    if missing := sorted(found["missing_keys"]):
+    if missing := sorted(loading["missing_keys"]):
         raise UserError(f"{path}: no tensor for {', '.join(missing)}.")
     model.save_pretrained(folder)
     with reading(f"{path}: its tokenizer"):
@@ -49,12 +49,14 @@ def check_understood(path: Path) -> None:
             get_gguf_hf_weights_map,
         )
 
+        # What the file holds
         reader = GGUFReader(path)
         tensors = [tensor.name for tensor in reader.tensors]
         values = {key: field.contents() for key, field in reader.fields.items() if not key.startswith("tokenizer.")}
         architecture = values["general.architecture"]
-        if values[f"{architecture}.block_count"] > len(tensors):
+        if values[f"{architecture}.block_count"] > len(tensors):  # or a model larger than the file would be built
             raise UserError(f"{path}: {values[f'{architecture}.block_count']} blocks of {len(tensors)} tensors.")
+        # What transformers reads of it: tensors, by the names of a model without storage, and settings
         config = AutoConfig.from_pretrained(path.parent, gguf_file=path.name)
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(config)
@@ -63,10 +65,10 @@ def check_understood(path: Path) -> None:
         settings = GGUF_TO_TRANSFORMERS_MAPPING["config"]
         settings = settings.get(config.model_type) or settings.get(architecture, {})
     unused = [name for name in tensors if name not in used and name.removesuffix(".weight") not in used]
-    if config.model_type != "gpt_oss":  # whose scaling is read
+    if config.model_type != "gpt_oss":  # transformers reads its scaling by other means
         rope, scaling = f"{architecture}.rope.", f"{architecture}.rope.scaling."
-        left = [key for key in values if key.startswith(rope) and key.removeprefix(f"{architecture}.") not in settings]
-        unused += [key for key in left if not (key.startswith(scaling) and values.get(f"{scaling}type") == "none")]
+        unread = [k for k in values if k.startswith(rope) and k.removeprefix(f"{architecture}.") not in settings]
+        unused += [key for key in unread if not (key.startswith(scaling) and values.get(f"{scaling}type") == "none")]
     if unused:
         raise UserError(
             f"{path}: transformers leaves out {', '.join(unused[:5])}{' …' if unused[5:] else ''}, so it would compute "

@@ -7,10 +7,12 @@ import torch
 from transformers import AutoModelForCausalLM, PreTrainedConfig
 
 from common.errors import UserError, reading
+from common.quiet import quiet_transformers
 from common.text import read_text
 from model_cards.blocks import describe_blocks, draw_blocks
+from modeling_attnres import BlockLayout
 
-from .checkpoint import Checkpoint, CheckpointError, is_known_lossless, open_source, quiet_transformers
+from .checkpoint import Checkpoint, CheckpointError, is_known_lossless, open_source
 from .export import query_norms
 from .port import Blocks, check_portable
 from .verify import tokenize
@@ -43,21 +45,25 @@ class Inspection:
         if self.query_norms:
             trained = [norm for norm in self.query_norms.values() if norm > 0]
             lines.append(f"queries    {len(trained)} of {len(self.query_norms)} away from zero")
-            lines.append(f"\n{'site':<22}{'query norm':>12}" + (f"{'entropy':>10}" if self.entropies else ""))
+            heading = f"{'entropy':>10}" if self.entropies is not None else ""
+            lines.append(f"\n{'site':<22}{'query norm':>12}{heading}")
             for site, norm in self.query_norms.items():
-                entropy = f"{self.entropies[site]:>10.3f}" if self.entropies else ""
-                lines.append(f"{_site(site, self.config.num_hidden_layers):<22}{norm:>12.4g}{entropy}")
-        if self.entropies:
+                entropy = f"{self.entropies[site]:>10.3f}" if self.entropies is not None else ""
+                lines.append(f"{_site_name(site, self.config.attn_res_layout):<22}{norm:>12.4g}{entropy}")
+        if self.entropies is not None:
             mean = sum(self.entropies[1:]) / len(self.entropies[1:])
             lines.append(f"\nmean entropy of the depth weights: {mean:.3f} (1: all sources alike, 0: a single one)")
         return "\n".join(lines)
 
 
-def _site(site: int, num_layers: int) -> str:
-    return "output" if site == 2 * num_layers else f"layer {site // 2} {'MLP' if site % 2 else 'attention'}"
+def _site_name(site: int, layout: BlockLayout) -> str:
+    if site == layout.num_sites - 1:
+        return "output"
+    return f"layer {site // 2} {'attention' if site % 2 == 0 else 'MLP'}"
 
 
 def _portable(checkpoint: Checkpoint) -> str:
+    """Say in words whether a base checkpoint can be ported."""
     try:
         known = is_known_lossless(check_portable(checkpoint, Blocks()).base_model_type())
     except UserError as error:
@@ -76,6 +82,11 @@ def inspect_checkpoint(source: str, text: Path | None = None, with_entropy: bool
     Raises:
         UserError: it cannot be read, its depth tensors are not what its config implies, or the entropy is asked
             of a model without depth attention or head.
+
+    Example:
+        from conversion.inspection import inspect_checkpoint
+
+        print(inspect_checkpoint("ported", with_entropy=True))
     """
     with open_source(source) as checkpoint:
         family = checkpoint.config["model_type"]
@@ -89,7 +100,7 @@ def inspect_checkpoint(source: str, text: Path | None = None, with_entropy: bool
 
 
 def _entropies(checkpoint: Checkpoint, config: PreTrainedConfig, text: Path | None) -> list[float]:
-    """The mean entropy of every site's depth weights, divided by that of uniform ones."""
+    """Return the mean entropy of every site's depth weights, divided by that of uniform ones."""
     if config.attn_res_mode == "none" or not checkpoint.has_head:
         raise CheckpointError(f"{checkpoint.folder}: no depth weights to look at (mode 'none', or no head).")
     ids = tokenize(checkpoint.folder, read_text(text)[0], config.vocab_size)
@@ -97,7 +108,7 @@ def _entropies(checkpoint: Checkpoint, config: PreTrainedConfig, text: Path | No
         model = AutoModelForCausalLM.from_pretrained(checkpoint.folder, dtype="auto").eval()
         depth = model(ids, output_depth_attentions=True, use_cache=False).depth_attentions
     entropies = []
-    for weights in depth:
+    for weights in depth:  # [B, T, sources]
         sources = weights.shape[-1]
         entropy = -torch.special.xlogy(weights, weights).sum(-1).mean().item()
         entropies.append(entropy / torch.tensor(float(sources)).log().item() if sources > 1 else 1.0)

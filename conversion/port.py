@@ -4,6 +4,7 @@ No tensor is loaded or changed. The shards are taken over as files; one more sha
 queries, unit norms); the config gains the Attention Residuals fields, with `attn_res_scale_norm_eps` on.
 """
 
+import math
 import shlex
 from dataclasses import dataclass
 from functools import partial
@@ -41,7 +42,7 @@ class Blocks:
             )
 
     def fields(self, num_layers: int) -> dict:
-        """The config fields; exactly `number` blocks, as even as they can be."""
+        """Return the config fields; with `number` exactly so many blocks, as even as they can be."""
         if self.mode == "full":
             return {"attn_res_mode": "full"}
         fields = {"attn_res_mode": "block", "attn_res_block_size": self.size}
@@ -51,8 +52,9 @@ class Blocks:
             raise CheckpointError(
                 f"The number of blocks must lie between 1 and the {num_layers} layers, got {self.number}."
             )
-        size = -(-num_layers // self.number)
-        if -(-num_layers // size) == self.number:
+        # A size will do where blocks of it, the last one smaller, are as many as asked for; else boundaries.
+        size = math.ceil(num_layers / self.number)
+        if math.ceil(num_layers / size) == self.number:
             return fields | {"attn_res_block_size": size}
         return fields | {"attn_res_block_boundaries": [i * num_layers // self.number for i in range(self.number)]}
 
@@ -67,8 +69,8 @@ class PortReport:
     verification: Verification | None = None
 
     def __str__(self) -> str:
-        verified = f"\n{self.verification}\n" if self.verification else ""
-        if self.verification and not is_known_lossless(self.config.base_model_type()):
+        verified = f"\n{self.verification}\n" if self.verification is not None else ""
+        if self.verification is not None and not is_known_lossless(self.config.base_model_type()):
             verified = f"\nverified, for its family is not among those tested to be lossless:{verified}"
         return (
             f"ported to  {self.target}\n"
@@ -76,7 +78,7 @@ class PortReport:
             f"mode       {self.config.attn_res_mode}\n"
             f"blocks     {describe_blocks(self.config)}\n"
             f"parameters {self.parameters_added:,} added: a zero query and a unit norm for each of "
-            f"{2 * self.config.num_hidden_layers + 1} sites\n"
+            f"{self.config.attn_res_layout.num_sites} sites\n"
             f"card       {self.target / REPOCARD_NAME}\n"
             f"{verified}\n"
             f"try it:\n{try_command(self.target)}"
@@ -84,7 +86,7 @@ class PortReport:
 
 
 def try_command(target: Path) -> str:
-    """A shell command that loads the checkpoint as remote code and continues a sentence."""
+    """Return a shell command that loads the checkpoint as remote code and continues a sentence."""
     code = (
         "import sys; from transformers import pipeline; "
         'print(pipeline("text-generation", sys.argv[1], trust_remote_code=True)'
@@ -100,7 +102,7 @@ def port_checkpoint(
     link: bool = False,
     verify: bool = False,
 ) -> PortReport:
-    """Port a checkpoint.
+    """Port a checkpoint: write one with depth attention that computes the same.
 
     Args:
         source: a local folder, a hub id or a GGUF file.
@@ -113,13 +115,22 @@ def port_checkpoint(
     Raises:
         UserError: the source, the target or the blocks cannot be used. The target has not been written.
         AnswerIsNo: the port does not compute what its source computes. The target has not been written.
+
+    Example:
+        from pathlib import Path
+        from conversion.port import Blocks, port_checkpoint
+
+        source = "demo/checkpoints/SmolLM2-135M-Instruct"  # or a hub id
+        print(port_checkpoint(source, Path("ported"), Blocks(number=8)))
     """
     check_target(target, source)
     with complete_or_absent(target) as folder, open_source(source, folder) as checkpoint:
+        # Write shards, config, code and what else lies in the source.
         config = check_portable(checkpoint, blocks)
         depth = depth_tensors(config, prefix="model." if checkpoint.has_head else "")
         write_port(checkpoint, folder, config, depth, partial(take_over, link=link))
         copy_other_files(checkpoint, folder)
+        # Compare the port with its source.
         verification = None
         if verify or not is_known_lossless(config.base_model_type()):
             try:
@@ -130,13 +141,15 @@ def port_checkpoint(
                 raise
             if not verification.passed:
                 raise AnswerIsNo(f"the port of {source} does not compute what it computes: {verification.in_one_line}")
+        # Record how it was made.
+        record = verification.record() if verification is not None else None
         taken_over = numbered(checkpoint.shards, len(checkpoint.shards) + 1)
-        add_card(folder, target.name, checkpoint, source, "port", verification and verification.record(), taken_over)
+        add_card(folder, target.name, checkpoint, source, "port", record, taken_over)
     return PortReport(target, config, sum(tensor.numel() for tensor in depth.values()), verification)
 
 
 def check_portable(checkpoint: Checkpoint, blocks: Blocks) -> PreTrainedConfig:
-    """The config of the port, if there can be one: whatever can be checked before something is written.
+    """Return the config of the port, after all checks that need nothing written.
 
     Raises:
         UserError: says why there can be none.
@@ -148,10 +161,10 @@ def check_portable(checkpoint: Checkpoint, blocks: Blocks) -> PreTrainedConfig:
 
 
 def attnres_config(checkpoint: Checkpoint, blocks: Blocks) -> PreTrainedConfig:
-    """The config of the port: the source's, with the Attention Residuals fields."""
+    """Return the config of the port: the source's, with the Attention Residuals fields."""
     if checkpoint.is_attnres:
-        found = checkpoint.config["model_type"]
-        raise CheckpointError(f"{checkpoint.folder} is an Attention Residuals checkpoint already ({found}).")
+        model_type = checkpoint.config["model_type"]
+        raise CheckpointError(f"{checkpoint.folder} is an Attention Residuals checkpoint already ({model_type}).")
     config = checkpoint.read_config()
     try:
         for name, value in blocks.fields(config.num_hidden_layers).items():
@@ -166,6 +179,6 @@ def attnres_config(checkpoint: Checkpoint, blocks: Blocks) -> PreTrainedConfig:
 
 
 def depth_tensors(config: PreTrainedConfig, prefix: str) -> dict[str, torch.Tensor]:
-    """Zero queries and unit norms, a row a site, in fp32."""
+    """Return zero queries and unit norms, a row per site, in fp32."""
     shape = config.attn_res_layout.num_sites, config.hidden_size
     return {f"{prefix}attn_res.query": torch.zeros(shape), f"{prefix}attn_res.norm": torch.ones(shape)}

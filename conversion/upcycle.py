@@ -58,17 +58,17 @@ def upcycle_checkpoint(
     target: Path,
     experts: int,
     top_k: int,
-    blocks: Blocks = Blocks(),  # noqa: B008, it is frozen
+    blocks: Blocks = Blocks(),  # noqa: B008 (it is frozen)
     expert_noise: float = 0.0,
     seed: int = 0,
 ) -> UpcycleReport:
-    """Upcycle a Llama checkpoint.
+    """Write a Llama checkpoint as a Mixtral whose experts are copies of its MLPs, with depth attention.
 
     Args:
         source: a local folder, a hub id or a GGUF file.
         target: a folder that does not exist or is empty.
-        experts: experts a layer.
-        top_k: experts a token is sent to.
+        experts: the number of experts per layer.
+        top_k: the number of experts per token.
         blocks: mode and blocks of depth attention.
         expert_noise: standard deviation of noise added to each expert, in units of its weight's own; 0 changes nothing
             and leaves it to the router to break the symmetry.
@@ -76,6 +76,13 @@ def upcycle_checkpoint(
 
     Raises:
         UserError: the source is no plain Llama checkpoint, or a number is out of range.
+
+    Example:
+        from pathlib import Path
+        from conversion.upcycle import upcycle_checkpoint
+
+        source = "demo/checkpoints/SmolLM2-135M-Instruct"  # or a hub id
+        print(upcycle_checkpoint(source, Path("upcycled"), experts=4, top_k=2))
     """
     if not 1 <= top_k <= experts:
         raise CheckpointError(f"top-k must lie between 1 and the {experts} experts, got {top_k}.")
@@ -85,9 +92,11 @@ def upcycle_checkpoint(
         raise CheckpointError(f"The seed must lie between 0 and {2**63 - 1}, got {seed}.")
     check_target(target, source)
     with complete_or_absent(target) as folder, open_source(source, folder) as checkpoint:
+        # Check all that can be checked before tensors are written.
         config = mixtral_config(checkpoint, experts, top_k)
         check_portable(checkpoint, blocks)
         check_space(folder, experts * mlp_bytes(checkpoint))
+        # Write a Mixtral beside the target, and port it by moving its shards.
         with tempfile.TemporaryDirectory(prefix=".base-", dir=folder) as base:
             tensors = mixtral_tensors(checkpoint, config, expert_noise, torch.Generator().manual_seed(seed))
             write_shards(Path(base), tensors)
@@ -96,6 +105,7 @@ def upcycle_checkpoint(
             attnres = check_portable(upcycled, blocks)
             depth = depth_tensors(attnres, prefix="model." if upcycled.has_head else "")
             write_port(upcycled, folder, attnres, depth, move)
+        # Add the source's other files, measure what noise has changed, and record how it was made.
         copy_other_files(checkpoint, folder, (*WRITTEN_ANEW, TOKENIZER_CONFIG_FILE))
         write_tokenizer_config(checkpoint.folder, folder)
         change = relative_difference(checkpoint, Checkpoint(folder))
@@ -110,18 +120,18 @@ def upcycle_checkpoint(
 
 
 def mlp_bytes(checkpoint: Checkpoint) -> int:
-    """The size of the MLPs, of which every expert is a copy."""
+    """Return the size of the MLPs, of which every expert is a copy."""
     sizes = {name: math.prod(shape) * _bits(dtype) // 8 for name, (shape, dtype) in checkpoint.describe().items()}
     return sum(size for name, size in sizes.items() if MLP_TENSOR.match(name))
 
 
 def _bits(dtype: str) -> int:
-    """The bits of a number, by how safetensors names its type: F32, BF16, F8_E4M3, …"""
+    """Return the bits of a number, by how safetensors names its type: F32, BF16, F8_E4M3, …"""
     return int(re.search(r"\d+|$", dtype)[0] or 8)
 
 
 def mixtral_config(checkpoint: Checkpoint, experts: int, top_k: int) -> MixtralConfig:
-    """The Mixtral config of an upcycled Llama."""
+    """Return the Mixtral config of an upcycled Llama."""
     if checkpoint.config["model_type"] != "llama":
         raise CheckpointError(
             f"{checkpoint.folder}: only 'llama' is upcycled, not {checkpoint.config['model_type']!r}."
@@ -141,13 +151,14 @@ def mixtral_config(checkpoint: Checkpoint, experts: int, top_k: int) -> MixtralC
 def mixtral_tensors(
     checkpoint: Checkpoint, config: MixtralConfig, expert_noise: float, generator: torch.Generator
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """The tensors in Mixtral's published layout, one by one."""
+    """Yield the tensors in Mixtral's published layout, one by one."""
     with checkpoint.open_tensors() as read:
         for name in tqdm(checkpoint.weight_map, desc="upcycling", unit="tensor"):
             tensor, match = read(name), MLP_TENSOR.match(name)
             if match is None:
                 yield name, tensor
                 continue
+            # Each MLP matrix becomes one per expert; the first of a layer brings its router along.
             moe = f"{match['layer']}block_sparse_moe."
             for expert in range(config.num_local_experts):
                 noisy = with_noise(tensor, expert_noise, generator)
@@ -158,7 +169,7 @@ def mixtral_tensors(
 
 
 def with_noise(tensor: torch.Tensor, scale: float, generator: torch.Generator) -> torch.Tensor:
-    """A copy with noise of `scale` standard deviations of the tensor's values."""
+    """Return a copy with noise of `scale` standard deviations of the tensor's values."""
     if scale == 0:
         return tensor.clone()
     noise = torch.randn(tensor.shape, generator=generator)
@@ -166,7 +177,7 @@ def with_noise(tensor: torch.Tensor, scale: float, generator: torch.Generator) -
 
 
 def write_tokenizer_config(source: Path, target: Path) -> None:
-    """Name in a target of another family the tokenizer class that the source gets, which may go by the model type."""
+    """Write the tokenizer's settings with its class, which AutoTokenizer may else choose by the family, now another."""
     tokenizer, file = load_tokenizer(source), source / TOKENIZER_CONFIG_FILE
     settings = read_json(file) if file.exists() else {}
     if tokenizer is not None:

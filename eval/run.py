@@ -35,12 +35,13 @@ from .tasks import sandbox
 
 log = logging.getLogger(__name__)
 
-SET_OTHERWISE = {"pretrained": "--model", "peft": "--adapter", "batch_size": "--batch-size", "device": "--device"}
+# Arguments of the harness's models that options of ours set.
+OPTIONS = {"pretrained": "--model", "peft": "--adapter", "batch_size": "--batch-size", "device": "--device"}
 
 
 @dataclass(frozen=True)
 class Subject:
-    """What is evaluated: a model, or a model with a PEFT adapter on it. Its name is its folder's and its column's."""
+    """A model, or a model with a PEFT adapter, to evaluate; `name` is its column's and its results' folder's."""
 
     name: str
     model: str
@@ -73,8 +74,8 @@ class Settings:
             for part in filter(None, text.split(",")):
                 if not re.fullmatch(r"\s*\w+=.*", part, re.DOTALL):
                     raise EvalError(f"{option}: found {part!r}, expected KEY=VALUE,KEY=VALUE,…")
-        for name in simple_parse_args_string(self.model_args).keys() & SET_OTHERWISE:
-            raise EvalError(f"--model-args: {name} is set by {SET_OTHERWISE[name]}.")
+        for name in simple_parse_args_string(self.model_args).keys() & OPTIONS:
+            raise EvalError(f"--model-args: {name} is set by {OPTIONS[name]}.")
         if not re.fullmatch(r"[1-9]\d{0,8}|auto(:[1-9]\d{0,8})?", self.batch_size, re.ASCII):
             raise EvalError(f"--batch-size: found {self.batch_size!r}, expected a number, auto, or auto:N.")
         with reading(f"--backend {self.backend}"):
@@ -85,6 +86,7 @@ class Settings:
 
     @property
     def resolved_device(self) -> str | None:
+        """The device to use; None: the back end chooses."""
         if self.device is None and self.backend == "hf":  # the harness would take a GPU for granted
             return str(torch.accelerator.current_accelerator()) if torch.accelerator.is_available() else "cpu"
         return self.device
@@ -92,7 +94,7 @@ class Settings:
 
 @dataclass
 class Outcome:
-    """What there is of one subject: the harness's results of each benchmark that ended, and why the others did not."""
+    """The harness's results for one subject on each benchmark that has finished, and why the others failed."""
 
     subject: Subject
     results: dict[str, dict[str, Any]] = field(default_factory=dict)
@@ -100,11 +102,12 @@ class Outcome:
 
 
 def subjects_of(models: list[str], adapter: str | None) -> list[Subject]:
-    """Each model, and the last one with the adapter.
+    """List each model, and the last one with the adapter.
 
     Raises:
         EvalError: a local path that is no model or adapter, or two models of one name.
     """
+    # Each path must hold its config, unless it can be a hub id.
     needed = dict.fromkeys(models, "config.json") | ({adapter: "adapter_config.json"} if adapter else {})
     for path, name in needed.items():
         looks_local = path.startswith((".", "/", "~")) or Path(path).exists() or path.count("/") != 1
@@ -114,11 +117,13 @@ def subjects_of(models: list[str], adapter: str | None) -> list[Subject]:
                 "it is an adapter: --adapter" if is_adapter else "expected a folder with one, or a hub id OWNER/NAME"
             )
             raise EvalError(f"{path} holds no {name}; {expected}.")
+    # The name of an adapter that `python -m training finetune` wrote is that of its output folder.
     subjects = [Subject(Path(model).resolve().name, model) for model in models]
     if adapter:
-        name = Path(adapter).resolve()
-        name = name.parent.name if name.name == "adapter" else name.name
+        folder = Path(adapter).resolve()
+        name = folder.parent.name if folder.name == "adapter" else folder.name
         subjects.append(Subject(f"{subjects[-1].name}+{name}", models[-1], adapter))
+    # Names become folders and columns.
     names = [subject.name for subject in subjects]
     if not "".join(names).isprintable():
         raise EvalError(f"A model's name has characters that cannot be printed: {', '.join(map(repr, names))}.")
@@ -136,10 +141,23 @@ def run_benchmarks(
 
     `output/SUBJECT/BENCHMARK.json` holds what the harness returned, samples included ("lm_eval"), and the "settings".
 
+    Returns:
+        The benchmarks that `names` stand for, and an outcome per subject.
+
     Raises:
         EvalError, DataError: before any model is loaded: unknown names, missing or malformed data, code that may
             not be run, results of other settings in `output`, another process at work there; or nothing could be run.
+
+    Example:
+        from pathlib import Path
+
+        from eval.run import Settings, run_benchmarks, subjects_of
+
+        subjects = subjects_of(["demo/checkpoints/SmolLM2-135M-Instruct"], adapter=None)
+        benchmarks, outcomes = run_benchmarks(subjects, ["attnres_perplexity"], Settings(limit=1), Path("results"))
+        print(outcomes[0].results["attnres_perplexity"]["results"])
     """
+    # Find whatever is wrong before a model is loaded: settings, names, data, code beside the models.
     settings.check()
     manager = task_manager()
     names = names_of(manager, names)
@@ -151,14 +169,18 @@ def run_benchmarks(
             _refuse_code(subject)
     with contextlib.ExitStack() as stack:
         if code := [benchmark.name for benchmark in benchmarks if benchmark.runs_code]:
-            stack.enter_context(_code_runs(settings, code))
-        for subject in subjects if is_first_process() else ():
-            stack.enter_context(_alone(output / subject.name))
+            stack.enter_context(_code_allowed(settings, code))
+        # Only the first process writes results, so it alone holds their folders.
+        if is_first_process():
+            for subject in subjects:
+                stack.enter_context(_claimed(output / subject.name))
+        # All of it is compared with what is kept before anything is run.
         todo = [(subject, _unfinished(subject, benchmarks, settings, output)) for subject in subjects]
         outcomes = []
         with tqdm(total=sum(len(unfinished) for _, unfinished in todo), desc="benchmarks", unit="benchmark") as bar:
             for subject, unfinished in todo:
                 failures = _evaluate(subject, unfinished, settings, output, bar)
+                # Read back also what has just been written, so that a table does not depend on where a run began.
                 results = {
                     benchmark.name: _read(path, benchmark)["lm_eval"]
                     for benchmark in benchmarks
@@ -172,12 +194,12 @@ def run_benchmarks(
 
 
 def is_first_process() -> bool:
-    """Of several that share the work (accelerate launch), the one that has the results."""
+    """Say whether this process, of those that share the work (accelerate launch), is the one that has the results."""
     return int(os.environ.get("RANK", "0")) == 0
 
 
 @contextlib.contextmanager
-def _code_runs(settings: Settings, benchmarks: list[str]) -> Iterator[None]:
+def _code_allowed(settings: Settings, benchmarks: list[str]) -> Iterator[None]:
     """Let the sandbox run code within the block, as far as that has been allowed.
 
     Raises:
@@ -191,15 +213,15 @@ def _code_runs(settings: Settings, benchmarks: list[str]) -> Iterator[None]:
             os.environ[sandbox.CONFIRM] = "1"
             stack.callback(os.environ.pop, sandbox.CONFIRM)
         try:
-            sandbox.way()
+            sandbox.choose_launcher()
         except sandbox.SandboxError as error:
             raise EvalError(str(error)) from error
         yield
 
 
 @contextlib.contextmanager
-def _alone(folder: Path) -> Iterator[None]:
-    """Make a folder, and hold it within the block alone of all processes: results and responses are written there."""
+def _claimed(folder: Path) -> Iterator[None]:
+    """Make a folder for results and responses, and keep other processes from writing to it within the block."""
     folder.mkdir(parents=True, exist_ok=True)
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
@@ -213,10 +235,15 @@ def _alone(folder: Path) -> Iterator[None]:
 
 
 def _refuse_code(subject: Subject) -> None:
+    """Refuse a model or tokenizer that can only be loaded by code of its own.
+
+    Raises:
+        EvalError: names the model.
+    """
     for auto_class in (AutoConfig, AutoTokenizer):
         try:
             auto_class.from_pretrained(subject.model, trust_remote_code=False)
-        except Exception as error:  # what else is wrong is told when the model is loaded
+        except Exception as error:  # anything else that is wrong is reported when the model is loaded
             if "trust_remote_code" in str(error):
                 raise EvalError(
                     f"{subject.model} is loaded by code that lies beside it: --trust-remote-code, if you trust it."
@@ -228,13 +255,13 @@ def _file(output: Path, subject: Subject, benchmark: Benchmark) -> Path:
 
 
 def _model_settings(subject: Subject, settings: Settings) -> dict[str, Any]:
-    """All that an answer depends on beside the question."""
+    """Collect all that an answer depends on besides the question."""
     arguments = simple_parse_args_string(settings.model_args)
     device = settings.resolved_device
     return {
         "model": subject.model,
         "adapter": subject.adapter,
-        "files": _files(subject, arguments),
+        "files": _identify_files(subject, arguments),
         "backend": settings.backend,
         "model_args": settings.model_args,
         "gen_kwargs": settings.gen_kwargs,
@@ -246,90 +273,95 @@ def _model_settings(subject: Subject, settings: Settings) -> dict[str, Any]:
     }
 
 
-def _files(subject: Subject, arguments: dict[str, Any]) -> dict[str, Any]:
-    """What tells this model from another that has been at the same place: sizes and times of files, or a commit."""
-    found: dict[str, Any] = {}
-    others = [value for value in arguments.values() if isinstance(value, str) and Path(value).is_dir()]
-    for place, config in {
-        subject.model: "config.json",
-        subject.adapter: "adapter_config.json",
-        **dict.fromkeys(others),
-    }.items():
-        if place is None:
+def _identify_files(subject: Subject, arguments: dict[str, Any]) -> dict[str, Any]:
+    """Identify the model by size and time of its files; one on the hub by its commit."""
+    # The model, its adapter and folders that --model-args name (a tokenizer's), each with a file that a commit holds.
+    configs: dict[str, str | None] = {subject.model: "config.json"}
+    if subject.adapter is not None:
+        configs[subject.adapter] = "adapter_config.json"
+    configs |= dict.fromkeys(value for value in arguments.values() if isinstance(value, str) and Path(value).is_dir())
+    identity: dict[str, Any] = {}
+    for source, config in configs.items():
+        if not Path(source).is_dir():
+            with contextlib.suppress(OSError):  # not to be had, which is reported when it is loaded
+                file = cached_file(source, config, revision=arguments.get("revision"))
+                identity[source] = extract_commit_hash(file, None)
             continue
-        if not Path(place).is_dir():
-            with contextlib.suppress(OSError):  # it cannot be had, which is told when it is loaded
-                found[place] = extract_commit_hash(cached_file(place, config, revision=arguments.get("revision")), None)
-            continue
-        for path in sorted(Path(place).iterdir()):
+        for path in sorted(Path(source).iterdir()):
             if path.suffix == ".md" or path.name.startswith(".") or path.is_dir():  # a model card is no part of it
                 continue
             status = path.stat()
             if not stat.S_ISREG(status.st_mode):
                 raise EvalError(f"{path} is no regular file, expected one of a model.")
-            found[str(path)] = [status.st_size, status.st_mtime_ns]
-    return found
+            identity[str(path)] = [status.st_size, status.st_mtime_ns]
+    return identity
 
 
 def _unfinished(
     subject: Subject, benchmarks: list[Benchmark], settings: Settings, output: Path
 ) -> list[tuple[Benchmark, dict[str, Any]]]:
-    """The benchmarks without results yet, each with what to record of it: running one changes its tasks' configs."""
-    todo, of_the_model = [], _model_settings(subject, settings)
+    """List the benchmarks without results yet, each with the settings to record with its results.
+
+    The settings are taken before anything runs, for running a benchmark changes its tasks' configs.
+
+    Raises:
+        EvalError: there are results of other settings.
+    """
+    todo, model_settings = [], _model_settings(subject, settings)
     for benchmark in benchmarks:
         file = _file(output, subject, benchmark)
-        wanted = of_the_model | {
+        wanted = model_settings | {
             "limit": settings.limit,
             "tasks": benchmark.fingerprint,
             "rows": benchmark.rows,
         }
         if not file.exists():
             todo.append((benchmark, wanted))
-        elif what := _difference(_read(file, benchmark)["settings"], wanted):
+        elif what := _first_difference(_read(file, benchmark)["settings"], wanted):
             raise EvalError(f"{file} has results for another {what}: choose another --output, or move it away.")
     return todo
 
 
-def _difference(there: dict[str, Any], wanted: dict[str, Any]) -> str | None:
-    """The first thing that is not as wanted, and how it is."""
-    for key in {**wanted, **there}:
-        was, now = there.get(key), wanted.get(key)
+def _first_difference(recorded: dict[str, Any], wanted: dict[str, Any]) -> str | None:
+    """Describe the first setting that was recorded with another value than is wanted, if there is one."""
+    for key in {**wanted, **recorded}:
+        was, now = recorded.get(key), wanted.get(key)
         if was == now:
             continue
         if isinstance(was, dict) and isinstance(now, dict):
-            return f"{key}: {_difference(was, now)}"
+            return f"{key}: {_first_difference(was, now)}"
         return f"{key} ({was!r:.80}, not {now!r:.80})"
     return None
 
 
 def _read(file: Path, benchmark: Benchmark) -> dict[str, Any]:
-    """What is kept of a finished benchmark.
+    """Read what is kept of a finished benchmark.
 
     Raises:
-        EvalError: the file is none of ours.
+        EvalError: the file was not written by `run_benchmarks`.
     """
     if not file.is_file():
         raise EvalError(f"{file} is no regular file; move it away.")
     with reading(file):
         content = json.loads(file.read_text(encoding="utf-8"))
-    if (wrong := _misshapen(content, benchmark)) is not None:
-        raise EvalError(f"{file} holds no results of this command ({wrong}); move it away.")
+    if (fault := _fault_of(content, benchmark)) is not None:
+        raise EvalError(f"{file} holds no results of this command ({fault}); move it away.")
     return content
 
 
-def _misshapen(content: Any, benchmark: Benchmark) -> str | None:
-    """What the table would miss in results."""
+def _fault_of(content: Any, benchmark: Benchmark) -> str | None:
+    """Describe what a table needs and results lack, if there is anything."""
     if not (isinstance(content, dict) and all(isinstance(content.get(key), dict) for key in ("settings", "lm_eval"))):
         return "no object with settings and lm_eval"
-    found = content["lm_eval"]
+    results = content["lm_eval"]
     for key in ("results", "samples"):
-        if not isinstance(found.get(key), dict):
+        if not isinstance(results.get(key), dict):
             return f"no object {key}"
-    score, name = found["results"].get(benchmark.name), f"{benchmark.metric},{benchmark.filter}"
+    score, name = results["results"].get(benchmark.name), f"{benchmark.metric},{benchmark.filter}"
     if not isinstance(score, dict) or not isinstance(score.get(name), int | float):
         return f"no number results/{benchmark.name}/{name}"
     for task in benchmark.tasks:
-        samples = found["samples"].get(task)
+        samples = results["samples"].get(task)
         if not isinstance(samples, list) or not all(_is_sample(sample, benchmark) for sample in samples):
             return f"no list samples/{task} of objects with doc_id, filter, resps and {benchmark.metric}"
     return None
@@ -347,13 +379,15 @@ def _is_sample(sample: Any, benchmark: Benchmark) -> bool:
 def _evaluate(
     subject: Subject, todo: list[tuple[Benchmark, dict[str, Any]]], settings: Settings, output: Path, bar: tqdm
 ) -> dict[str, str]:
-    """Run what is left to do for one subject; returns why benchmarks failed."""
+    """Run the unfinished benchmarks on one subject, keep each one's results, and return why others failed."""
     failures: dict[str, str] = {}
     model = None
     for benchmark, record in todo:
         bar.set_description(f"{subject.name}: {benchmark.title}")
         try:
-            model = model or _load(subject, settings)
+            # Loaded for the first benchmark: a subject whose benchmarks have all finished needs no memory.
+            if model is None:
+                model = _load(subject, settings)
             results = simple_evaluate(
                 model,
                 tasks=[benchmark.request()],
@@ -365,17 +399,18 @@ def _evaluate(
                 confirm_run_unsafe_code=settings.run_code,
                 bootstrap_iters=1000,
             )
-        except Exception as error:  # one benchmark's failure, whatever it is, leaves the others
+        except Exception as error:  # whatever it is, the other benchmarks go on
             kind = "" if isinstance(error, UserError) else f"{type(error).__name__}: "
             failures[benchmark.name] = kind + one_line(str(error))
             log.error("%s on %s failed: %s", subject.name, benchmark.name, failures[benchmark.name])
             log.debug("It failed here:", exc_info=error)
-            if model is None:  # it cannot be loaded
+            if model is None:  # it cannot be loaded: every benchmark fails for this reason
                 return dict.fromkeys((benchmark.name for benchmark, _ in todo), failures[benchmark.name])
         else:
             if results is not None:  # in a distributed run only the first process has them
                 _write(_file(output, subject, benchmark), {"settings": record, "lm_eval": results})
         bar.update()
+    # Free the memory for the next subject.
     del model
     gc.collect()
     if torch.accelerator.is_available():
@@ -384,13 +419,15 @@ def _evaluate(
 
 
 def _cache(folder: Path, record: dict[str, Any]) -> str:
-    """Where a model's responses are kept: its own, for a request is told from others by its text alone.
+    """Return where the harness keeps a model's responses.
+
+    The path has a hash of the model's settings: in the file itself the harness knows requests by their text alone.
 
     Raises:
-        UserError: what is there is damaged.
+        UserError: a file there is damaged.
     """
-    of_the_model = {key: value for key, value in record.items() if key not in ("limit", "tasks", "rows")}
-    name = f"responses-{hash_string(json.dumps(of_the_model, sort_keys=True))[:16]}"
+    model_settings = {key: value for key, value in record.items() if key not in ("limit", "tasks", "rows")}
+    name = f"responses-{hash_string(json.dumps(model_settings, sort_keys=True))[:16]}"
     for file in folder.glob(f"{name}_rank*.db"):
         with reading(file), contextlib.closing(sqlite3.connect(file)) as responses:
             responses.execute("PRAGMA quick_check(1)").fetchall()
@@ -398,6 +435,7 @@ def _cache(folder: Path, record: dict[str, Any]) -> str:
 
 
 def _load(subject: Subject, settings: Settings) -> LM:
+    """Load a subject as a model of the harness."""
     arguments = {"pretrained": subject.model, "trust_remote_code": settings.trust_remote_code}
     arguments |= simple_parse_args_string(settings.model_args)
     if subject.adapter:

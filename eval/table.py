@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -9,7 +10,6 @@ from typing import Any
 
 import matplotlib
 import numpy as np
-from pytablewriter import MarkdownTableWriter
 from scipy import stats
 
 from common.files import whole_file
@@ -23,7 +23,7 @@ RESAMPLES = 9_999
 
 @dataclass(frozen=True)
 class Score:
-    """A benchmark's score: percent for shares of items, else in the metric's own unit. `stderr` of it, if known."""
+    """A benchmark's score and its standard error, if known: percent for shares of items, else in the metric's unit."""
 
     value: float
     stderr: float | None
@@ -32,8 +32,13 @@ class Score:
 
 @dataclass(frozen=True)
 class Difference:
-    """Second model minus first over the same items: the 95 % interval (bootstrap over items), and how likely a
-    difference at least as large is between equal models (`p`: exact McNemar, or a permutation test)."""
+    """The second model's mean minus the first one's over the same items.
+
+    Attributes:
+        low, high: the 95 % interval (bootstrap over items).
+        p: how likely a difference at least as large is between equal models.
+        test: what `p` is by: McNemar's exact test, or a permutation test.
+    """
 
     value: float
     low: float
@@ -44,10 +49,12 @@ class Difference:
 
 @dataclass(frozen=True)
 class Row:
-    """One benchmark. A model that failed on it has the reason in place of a score.
+    """One benchmark.
 
     Attributes:
+        scores: one per model; the reason where the model failed.
         alike: how many answers of the first two models are the same text, where they write any.
+        is_share: scores are shares of the items, in percent.
     """
 
     benchmark: str
@@ -63,31 +70,49 @@ class Row:
 
 
 def compare(benchmarks: Sequence[Benchmark], outcomes: Sequence[Outcome]) -> list[Row]:
-    """A row for each benchmark."""
+    """Make a row for each benchmark: every model's score, and the difference of the first two models.
+
+    Example:
+        from pathlib import Path
+
+        from eval.run import Settings, run_benchmarks, subjects_of
+        from eval.table import compare, markdown
+
+        subjects = subjects_of(["demo/checkpoints/SmolLM2-135M-Instruct"], adapter=None)
+        benchmarks, outcomes = run_benchmarks(subjects, ["attnres_perplexity"], Settings(limit=1), Path("results"))
+        print(markdown(compare(benchmarks, outcomes), outcomes))
+    """
     rows = []
     for benchmark in benchmarks:
-        found = [outcome.results.get(benchmark.name) for outcome in outcomes]
-        items = [_items(benchmark, results) if results else {} for results in found]
-        values = [value for answered in items for value in answered.values()]
+        results = [outcome.results.get(benchmark.name) for outcome in outcomes]
+        items = [{} if result is None else _items(benchmark, result) for result in results]
+
+        # Whether values are shares is decided over all models, so that all have one unit.
+        values = [value for item_values in items for value in item_values.values()]
         is_share = bool(values) and all(isinstance(value, int | float) and 0 <= value <= 1 for value in values)
         scale = 100 if is_share else 1
         scores = [
-            _score(benchmark, results, len(answered), scale)
-            if results
-            else f"failed: {outcome.failures.get(benchmark.name, 'not run')}"
-            for outcome, results, answered in zip(outcomes, found, items)
+            f"failed: {outcome.failures.get(benchmark.name, 'not run')}"
+            if result is None
+            else _score(benchmark, result, len(item_values), scale)
+            for outcome, result, item_values in zip(outcomes, results, items)
         ]
-        both = found[:2] if len(found) > 1 and all(found[:2]) else None
+
+        # Compare the first two models, where both have results.
+        difference, alike = None, None
+        if len(results) > 1 and None not in results[:2]:
+            difference = _difference(*items[:2], scale)
+            alike = _count_alike(benchmark, *results[:2])
         rows.append(
             Row(
-                benchmark.name,
-                benchmark.title,
-                benchmark.metric,
-                benchmark.shots,
-                scores,
-                benchmark.paper,
-                _difference(*items[:2], scale) if both else None,
-                alike=_alike(benchmark, *both) if both else None,
+                benchmark=benchmark.name,
+                title=benchmark.title,
+                metric=benchmark.metric,
+                shots=benchmark.shots,
+                scores=scores,
+                paper=benchmark.paper,
+                difference=difference,
+                alike=alike,
                 is_share=is_share,
                 dataset=benchmark.dataset,
             )
@@ -104,8 +129,9 @@ def paired_difference(first: np.ndarray, second: np.ndarray, weights: np.ndarray
     value = float(np.average(differences, weights=weights))
     if not differences.any():
         return Difference(0.0, 0.0, 0.0, 1.0, "the same item for item")
-    random = np.random.default_rng(0)
-    drawn = stats.bootstrap(
+    # The interval: draw items with replacement, each one's difference and weight together.
+    random = np.random.default_rng(0)  # a table is the same each time
+    bootstrap = stats.bootstrap(
         (differences, weights),
         lambda d, w, axis=-1: (d * w).sum(axis) / w.sum(axis),
         paired=True,
@@ -115,11 +141,14 @@ def paired_difference(first: np.ndarray, second: np.ndarray, weights: np.ndarray
         method="percentile",
         rng=random,
     )
+    # The test, of values that are right or wrong: each of two equal models would be right on half of the items on which
+    # they differ. Of other values: each difference could as well have the opposite sign.
     if set(np.unique([first, second])) <= {0.0, 1.0}:
         better, worse = int((differences > 0).sum()), int((differences < 0).sum())
         p, test = stats.binomtest(better, better + worse).pvalue, "McNemar"
     else:
         contributions = differences * weights
+        # To exchange a contribution with a zero, item by item, is to change its sign.
         p = stats.permutation_test(
             (contributions, np.zeros_like(contributions)),
             lambda a, b, axis=-1: (a - b).mean(axis),
@@ -130,10 +159,11 @@ def paired_difference(first: np.ndarray, second: np.ndarray, weights: np.ndarray
             rng=random,
         ).pvalue
         test = "permutation"
-    return Difference(value, *map(float, drawn.confidence_interval), float(p), test)
+    return Difference(value, *map(float, bootstrap.confidence_interval), float(p), test)
 
 
 def _items(benchmark: Benchmark, results: dict[str, Any]) -> dict[tuple[str, int], float | list[float]]:
+    """Collect the reported metric's value for each item, by task and number."""
     return {
         (task, sample["doc_id"]): sample[benchmark.metric]
         for task in benchmark.tasks
@@ -142,39 +172,46 @@ def _items(benchmark: Benchmark, results: dict[str, Any]) -> dict[tuple[str, int
     }
 
 
-def _alike(benchmark: Benchmark, first: dict[str, Any], second: dict[str, Any]) -> int | None:
-    said = [
+def _count_alike(benchmark: Benchmark, first: dict[str, Any], second: dict[str, Any]) -> int | None:
+    """Count the items to which two models responded with the same text; None where responses are likelihoods."""
+    first_responses, second_responses = (
         {(task, sample["doc_id"]): sample["resps"] for task in benchmark.tasks for sample in results["samples"][task]}
         for results in (first, second)
-    ]
-    if not all(isinstance(text, str) for answers in said for responses in answers.values() for [text, *_] in responses):
-        return None  # likelihoods
-    return sum(said[1].get(item) == responses for item, responses in said[0].items())
+    )
+    for responses in (*first_responses.values(), *second_responses.values()):
+        if not all(isinstance(text, str) for [text, *_] in responses):
+            return None
+    return sum(second_responses.get(item) == responses for item, responses in first_responses.items())
 
 
 def _score(benchmark: Benchmark, results: dict[str, Any], items: int, scale: float) -> Score:
-    found = results["results"][benchmark.name]
-    stderr = found.get(f"{benchmark.metric}_stderr,{benchmark.filter}")
+    """Read a benchmark's score from the harness's results."""
+    metrics = results["results"][benchmark.name]
+    stderr = metrics.get(f"{benchmark.metric}_stderr,{benchmark.filter}")
     return Score(
-        found[f"{benchmark.metric},{benchmark.filter}"] * scale,
+        metrics[f"{benchmark.metric},{benchmark.filter}"] * scale,
         stderr * scale if isinstance(stderr, int | float) and math.isfinite(stderr) else None,
         items,
     )
 
 
 def _difference(first: dict, second: dict, scale: float) -> Difference | None:
+    """Compare two models' values by item; None where their items are not the same, for their limits differ."""
     if first.keys() != second.keys():
-        return None  # of other limits: not the same items
+        return None
     values = [np.array([items[key] for key in first], dtype=float) for items in (first, second)]
     if values[0].ndim == 1:
-        found = paired_difference(*values)
-        return replace(found, value=found.value * scale, low=found.low * scale, high=found.high * scale)
-    sizes = values[0][:, 1]  # a text's log-likelihood and bytes: bits per byte
-    return paired_difference(*(-side[:, 0] / sizes / math.log(2) for side in values), weights=sizes)
+        difference = paired_difference(*values)
+        return replace(
+            difference, value=difference.value * scale, low=difference.low * scale, high=difference.high * scale
+        )
+    # Pairs of a text's log-likelihood and its bytes: bits per byte, so that the mean weighs texts by their bytes.
+    sizes = values[0][:, 1]
+    return paired_difference(*(-pairs[:, 0] / sizes / math.log(2) for pairs in values), weights=sizes)
 
 
 def markdown(rows: Sequence[Row], outcomes: Sequence[Outcome]) -> str:
-    """The table as Markdown."""
+    """Write the table as Markdown."""
     names = [outcome.subject.name for outcome in outcomes]
     has_paper = any(row.paper for row in rows)
     header = ["task", "shots", "metric", *names]
@@ -183,14 +220,31 @@ def markdown(rows: Sequence[Row], outcomes: Sequence[Outcome]) -> str:
     lines = []
     for row in rows:
         line = [row.title, str(row.shots), row.metric, *map(_cell, row.scores)]
-        line += [f"{figure:.1f}" for figure in row.paper] if row.paper else ["", ""] * has_paper
+        if has_paper:
+            line += [f"{figure:.1f}" for figure in row.paper] if row.paper else ["", ""]
         if len(names) > 1:
             line += _difference_cells(row)
         lines.append(line)
-    return MarkdownTableWriter(headers=header, value_matrix=lines, margin=1).dumps()
+    return _markdown_table(header, lines)
+
+
+def _markdown_table(header: list[str], lines: list[list[str]]) -> str:
+    """Lay out a Markdown table that also reads well as text, columns of numbers aligned to the right."""
+    columns = []
+    for title, *cells in zip(header, *lines):
+        title, *cells = (cell.replace("|", "\\|") for cell in (title, *cells))
+        is_numbers = all(re.fullmatch(r"[\d.]*", cell) for cell in cells)
+        width = max(map(len, (title, "---", *cells)))
+        if is_numbers:
+            column = ["-" * (width - 1) + ":", *(cell.rjust(width) for cell in cells)]
+        else:
+            column = ["-" * width, *(cell.ljust(width) for cell in cells)]
+        columns.append([f"{title:^{width}}", *column])
+    return "".join(f"| {' | '.join(line)} |\n" for line in zip(*columns))
 
 
 def _cell(score: Score | str) -> str:
+    """Write a score with its standard error, or the start of a failure's reason."""
     if isinstance(score, str):
         return score.replace("\n", " ")[:200]
     digits = 2 if score.value >= 10 else 4
@@ -198,6 +252,7 @@ def _cell(score: Score | str) -> str:
 
 
 def _difference_cells(row: Row) -> list[str]:
+    """Write a difference with its interval, and p with its test."""
     if (difference := row.difference) is None:
         return ["", ""]
     alike = "" if row.alike is None else f"; {row.alike} of {row.scores[0].items} answers alike"
@@ -209,7 +264,7 @@ def _difference_cells(row: Row) -> list[str]:
 
 
 def write(rows: Sequence[Row], outcomes: Sequence[Outcome], output: Path) -> str:
-    """Write `table.md`, `table.json` and `table.png` to `output`; returns the table."""
+    """Write `table.md`, `table.json` and `table.png` to `output`, and return the table."""
     table = markdown(rows, outcomes)
     with whole_file(output / "table.md") as file:
         file.write_text(table, encoding="utf-8")
@@ -221,26 +276,29 @@ def write(rows: Sequence[Row], outcomes: Sequence[Outcome], output: Path) -> str
 
 
 def _draw(rows: Sequence[Row], names: list[str], file: Path) -> None:
-    """Shares in percent, with 95 % intervals, and the paper's two figures."""
+    """Draw shares in percent with 95 % intervals, and the paper's two figures; nothing where there are no shares."""
     shares = [row for row in rows if row.is_share]
     if not shares:
         return
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
+    # A line for each benchmark; models that have a score are spread around it.
     figure, axes = pyplot.subplots(figsize=(8, 1.2 + 0.5 * len(shares)), layout="constrained")
     for index, name in enumerate(names):
-        places, values, errors = [], [], []
-        for place, row in enumerate(shares):
+        heights, values, errors = [], [], []
+        for line, row in enumerate(shares):
             if isinstance(score := row.scores[index], Score):
-                places.append(place + 0.5 * (index + 1) / (len(names) + 1) - 0.25)
+                heights.append(line + 0.5 * (index + 1) / (len(names) + 1) - 0.25)
                 values.append(score.value)
                 errors.append(1.96 * (score.stderr or 0))
-        axes.errorbar(values, places, xerr=errors, fmt="o", markersize=4, capsize=2, label=name)
+        axes.errorbar(values, heights, xerr=errors, fmt="o", markersize=4, capsize=2, label=name)
+    # The paper's figures lie on the line itself.
     for column, (label, marker) in enumerate((("paper: baseline", "|"), ("paper: AttnRes", "d"))):
-        known = [(row.paper[column], place) for place, row in enumerate(shares) if row.paper]
+        known = [(row.paper[column], line) for line, row in enumerate(shares) if row.paper]
         if known:
             axes.scatter(*zip(*known), marker=marker, color="0.5", label=label)
+    # The first benchmark is at the top.
     axes.set(yticks=range(len(shares)), yticklabels=[row.title for row in shares])
     axes.set(xlabel="score, %, 95 % interval", xlim=(0, 100))
     axes.invert_yaxis()

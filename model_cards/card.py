@@ -70,7 +70,7 @@ class Training:
 
 @dataclass(frozen=True)
 class Facts:
-    """All that a card says, as it was read."""
+    """All that a card is written from."""
 
     name: str
     config: PreTrainedConfig
@@ -81,7 +81,7 @@ class Facts:
 
     @property
     def auto_class(self) -> type:
-        """What loads it: a causal LM, or a model without a head."""
+        """The Auto class that loads it: of causal LMs, or of models without a head."""
         is_causal_lm = all(name.endswith("ForCausalLM") for name in self.config.architectures or [])
         return AutoModelForCausalLM if is_causal_lm else AutoModel
 
@@ -93,7 +93,7 @@ def write_card(
     output: Path | None = None,
     name: str | None = None,
 ) -> Path:
-    """Write the card of a checkpoint, or of a configuration, a folder each.
+    """Write the card of a folder that holds a checkpoint or a configuration.
 
     Args:
         path: the folder.
@@ -104,15 +104,22 @@ def write_card(
 
     Raises:
         UserError: a file is missing or malformed, or the table has no column for this model.
+
+    Example:
+        from pathlib import Path
+        from model_cards.card import write_card
+
+        print(write_card(Path("ported")))
     """
     name = name or path.resolve().name
+    # Read everything before anything is written.
     facts = Facts(
         name=name,
         config=_config(path),
         has_weights=any(path.glob("*.safetensors")),
         provenance=read(path),
-        results=_scores(results, path, name) if results else [],
-        training=_training(training / "result.json") if training else None,
+        results=[] if results is None else _scores(results, path, name),
+        training=None if training is None else _training(training / "result.json"),
     )
     output = output or path / REPOCARD_NAME
     card = ModelCard.from_template(_card_data(facts), template_path=str(TEMPLATE), **_text(facts))
@@ -122,6 +129,7 @@ def write_card(
 
 
 def _config(path: Path) -> PreTrainedConfig:
+    """Read the config of a folder, which must be one of ours."""
     with reading(f"{path / 'config.json'} as a config of transformers"):
         config = AutoConfig.from_pretrained(path, trust_remote_code=False)
     if not hasattr(config, "attn_res_mode"):
@@ -135,6 +143,7 @@ def _json(file: Path) -> Any:
 
 
 def _scores(file: Path, path: Path, name: str) -> list[Score]:
+    """Read the column of a results table that is of this model: by its folder, or else by its name."""
     table = _json(file)
     with reading(f"{file} as a table of `python -m eval run`"):
         models = [(model["name"], Path(model["model"]).resolve(), model["adapter"]) for model in table["models"]]
@@ -143,19 +152,20 @@ def _scores(file: Path, path: Path, name: str) -> list[Score]:
         if not columns:
             named = ", ".join(str(column) for column, _, _ in models)
             raise CardError(f"{file} has no column for {name}; it has {named}.")
-        found = [(row, row["scores"][columns[0]]) for row in table["rows"]]
+        rows = [(row, row["scores"][columns[0]]) for row in table["rows"]]
         scores = [
             Score(
                 **{field: row[field] for field in ("title", "dataset", "metric", "shots")},
                 **{field: score[field] for field in ("value", "stderr", "items")},
             )
-            for row, score in found
+            for row, score in rows
             if not isinstance(score, str)
         ]
-        return [score for score in scores if math.isfinite(score.value)]  # one that failed has no figure
+        return [score for score in scores if math.isfinite(score.value)]  # a benchmark that failed has no figure
 
 
 def _training(file: Path) -> Training:
+    """Read the record of a training run."""
     result = _json(file)
     with reading(f"{file} as the result of `python -m training finetune`"):
         loss, recipe = result["held_out_loss"], result["recipe"]
@@ -164,7 +174,8 @@ def _training(file: Path) -> Training:
 
 
 def _card_data(facts: Facts) -> ModelCardData:
-    provenance = facts.provenance
+    """Make the metadata at the head of a card, which the hub reads."""
+    # The results in the hub's form, which goes with the model's name
     evaluations = [
         EvalResult(
             task_type="text-generation",
@@ -178,7 +189,7 @@ def _card_data(facts: Facts) -> ModelCardData:
         )
         for score in facts.results
     ]
-    origin = {} if provenance is None else _origin_data(provenance)
+    origin = {} if facts.provenance is None else _origin_data(facts.provenance)
     return ModelCardData(
         **origin,
         library_name="transformers",
@@ -191,7 +202,7 @@ def _card_data(facts: Facts) -> ModelCardData:
 
 
 def _origin_data(provenance: Provenance) -> dict[str, Any]:
-    """What it comes from, for the hub: the source where it is there, else what the source was made from, and how."""
+    """Return what it was made from as metadata: the source if the hub has it, else what that was made from, and how."""
     bases, relation = _hub_ids(provenance), None
     if bases and bases != [provenance.source]:
         relation = provenance.base_model_relation
@@ -208,6 +219,7 @@ def _origin_data(provenance: Provenance) -> dict[str, Any]:
 
 
 def _text(facts: Facts) -> dict[str, Any]:
+    """Return what the template's names stand for, as text that Markdown shows as it is."""
     config, provenance = facts.config, facts.provenance
     settings = {
         "`attn_res_mode`": f"`{config.attn_res_mode}`",
@@ -216,7 +228,7 @@ def _text(facts: Facts) -> dict[str, Any]:
         "family": f"`{config.model_type}`",
         "parameters": _parameters(facts),
     }
-    # lm-eval parts its arguments at commas, and a line of a shell is one
+    # A name is no argument of lm-eval with a comma, which parts them, nor in a line of a shell with a line break.
     is_argument = facts.name.isprintable() and "," not in facts.name
     return {
         "name": plain(facts.name),
@@ -237,17 +249,18 @@ def _text(facts: Facts) -> dict[str, Any]:
 
 
 def _parameters(facts: Facts) -> str:
+    """Count the parameters of a model without storage."""
     try:
         with torch.device("meta"):
             model = facts.auto_class.from_config(facts.config)
-    except Exception as error:  # families say of their fields what they like, in any way
+    except Exception as error:  # what is wrong with a field, a family may say by any exception
         raise CardError(f"{facts.name}: its config describes no model: {describe(error)}") from error
     depth = sum(p.numel() for name, p in model.named_parameters() if is_depth_parameter(name))
     return f"{sum(p.numel() for p in model.parameters()):,}, {depth:,} of them for depth attention"
 
 
 def _hub_ids(provenance: Provenance) -> list[str]:
-    """The source, if it is on the hub, else the models on the hub that it was made from."""
+    """Return the source if it is on the hub, else the models on the hub that it was made from."""
     bases = provenance.base_model
     return [base for base in (bases if isinstance(bases, list) else [bases]) if base and is_hub_id(base)]
 
@@ -286,8 +299,11 @@ def _made(facts: Facts) -> str:
 
 
 def _trained(run: Training) -> str:
-    learned = [f"LoRA on {plain(run.lora)} (rank {run.rank}, alpha {run.alpha})"] if run.lora != "none" else []
-    learned += ["the depth parameters in full"] if run.depth is not False and not run.control else []
+    learned = []
+    if run.lora != "none":
+        learned.append(f"LoRA on {plain(run.lora)} (rank {run.rank}, alpha {run.alpha})")
+    if run.depth is not False and not run.control:
+        learned.append("the depth parameters in full")
     data = ", ".join(code(Path(file).name) for file in run.data)
     return (
         f"Fine-tuned for {run.steps} steps on {data}, rows of {run.length} tokens: {' and '.join(learned)}. "

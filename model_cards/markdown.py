@@ -6,12 +6,12 @@ from common.errors import one_line
 
 
 def plain(text: object) -> str:
-    """A text that Markdown and HTML show as it is, within a line or a table's cell."""
+    """Return a text that Markdown and HTML show as it is, within a line or a table's cell."""
     return re.sub(r"[\\`*\[\]<>|~&#$:@]|(?<![^\W_])_|_(?![^\W_])|(?<=www)\.", r"\\\g<0>", one_line(str(text)))
 
 
 def code(text: str) -> str:
-    """A text as a code span, within a line; the pipes of a table's cell would need `plain`."""
+    """Return a text as a code span, within a line; in a table its pipes would end the cell, so `plain` is for those."""
     words = one_line(text)
     fence = "`" * (1 + max(map(len, re.findall("`+", words)), default=0))
     space = " " if "`" in words else ""
@@ -19,11 +19,11 @@ def code(text: str) -> str:
 
 
 def link(hub_id: str) -> str:
-    """A model on the hub."""
+    """Return a link to a model on the hub."""
     return f"[{plain(hub_id)}](https://huggingface.co/{hub_id})"
 
 
 def python_string(text: str) -> str:
-    """A Python literal of one line, in double quotes where it can be."""
+    """Return a Python literal of one line, in double quotes where it can be."""
     literal = repr(text)
     return literal if '"' in text else f'"{literal[1:-1]}"'

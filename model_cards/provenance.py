@@ -23,12 +23,12 @@ from common.files import write_new
 
 
 NAME = "provenance.json"
-NULLS = ("", "~", "null", "Null", "NULL")  # of YAML
-CARD_BYTES = 2**20  # of a card are read: its metadata stand at its beginning
+NULLS = ("", "~", "null", "Null", "NULL")  # how YAML writes that there is no value
+CARD_BYTES = 2**20  # how much of a card is read: its metadata are at its beginning
 
 
 def installed() -> dict[str, str]:
-    """The versions of what makes a checkpoint."""
+    """Return the versions of the packages that make a checkpoint."""
     return {name: version(name) for name in ("modeling-attnres", "transformers", "torch", "safetensors")}
 
 
@@ -84,7 +84,7 @@ class Provenance:
 
 
 def read(folder: Path) -> Provenance | None:
-    """What a folder says of itself, if anything.
+    """Read the provenance of a folder, or return `None` where there is none.
 
     Raises:
         UserError: the file is malformed.
@@ -101,21 +101,24 @@ def read(folder: Path) -> Provenance | None:
 
 
 def of_card(folder: Path) -> dict[str, Any]:
-    """What a folder's own card, if one can be read, says of its license, languages and base, as for `Provenance`."""
+    """Read what a folder's own card says of its license, languages and base, as fields of `Provenance`.
+
+    A card that cannot be read says nothing.
+    """
     path = folder / REPOCARD_NAME
     data = None
     with contextlib.suppress(OSError, UserError):
         if path.is_file():  # no pipe, which would be waited for
             with open(path, "rb") as file:
                 head = file.read(CARD_BYTES).decode("utf-8-sig", errors="replace")
-            # Every scalar as the text it is: YAML 1.1 reads the language `no` as false and a license `1.0` as a number.
-            # Nothing is merged or copied, and a model-index that is out of shape is in nobody's way.
+            # BaseLoader leaves every scalar a text: YAML 1.1 reads the language `no` as false, a license `1.0` as a
+            # number. Fields that are not needed, as a malformed model-index, cannot fail.
             with reading(path):
                 data = yaml.load(block[2], yaml.BaseLoader) if (block := REGEX_YAML_BLOCK.search(head)) else None
     if not isinstance(data, dict):
         return {}
-    found = {name: _texts(data.get(name)) for name in ("base_model_relation", "license_name", "license_link")}
-    return {name: next(iter(texts), None) for name, texts in found.items()} | {
+    singles = {name: _texts(data.get(name)) for name in ("base_model_relation", "license_name", "license_link")}
+    return {name: next(iter(texts), None) for name, texts in singles.items()} | {
         "base_model": _one_or_list([base for base in _texts(data.get("base_model")) if is_hub_id(base)]),
         "license": _one_or_list(_texts(data.get("license"))),
         "languages": _texts(data.get("language")),
@@ -123,7 +126,7 @@ def of_card(folder: Path) -> dict[str, Any]:
 
 
 def is_hub_id(text: str) -> bool:
-    """Whether a text could be `owner/name` of a model on the hub."""
+    """Say whether a text could be the `owner/name` of a model on the hub."""
     try:
         validate_repo_id(text)
     except HFValidationError:
@@ -132,7 +135,7 @@ def is_hub_id(text: str) -> bool:
 
 
 def _texts(value: Any) -> list[str]:
-    """The texts in a value of YAML, a scalar or a list."""
+    """Return the texts in a value of YAML, a scalar or a list."""
     values = value if isinstance(value, list) else [value]
     return [one_line(text) for text in values if isinstance(text, str) and text not in NULLS]
 
@@ -142,7 +145,7 @@ def _one_or_list(texts: list[str]) -> str | list[str] | None:
 
 
 def hash_files(files: list[Path]) -> dict[str, str]:
-    """The SHA-256 of each file by its name. In the hub's cache large files are named by it, and are not read."""
+    """Return the SHA-256 of each file, by its name. In the hub's cache large files are named by it, and not read."""
     hashes = {}
     with tqdm(total=sum(file.stat().st_size for file in files), unit="B", unit_scale=True, desc="hashing files") as bar:
         for file in files:

@@ -76,34 +76,40 @@ class BlockLayout:
     def num_sites(self) -> int:
         return 2 * self.num_layers + 1
 
+    @property
+    def blocks(self) -> list[range]:
+        """The decoder layers of each block."""
+        return [range(start, end) for start, end in pairwise((*self.starts, self.num_layers))]
+
     def opens_block(self, layer: int) -> bool:
-        """Whether the layer's attention reads closed blocks only."""
+        """Say whether the layer's attention reads closed blocks only."""
         return layer in self.starts
 
     def closed_blocks(self, site: int) -> int:
-        """How many blocks have closed when the site's layer has started (at the output: when all layers have run)."""
+        """Return how many blocks have closed once the site's layer has started (at the output: all layers have run)."""
         layer = site // 2
         if self.full:
             return min(2 * layer + 1, 2 * self.num_layers)
         return sum(start <= layer for start in self.starts)
 
     def num_sources(self, site: int) -> int:
-        """How many sources the site reads."""
+        """Return how many sources the site reads."""
         opens = site % 2 == 0 and self.opens_block(site // 2)
-        return self.closed_blocks(site) + (not opens)
+        return self.closed_blocks(site) if opens else self.closed_blocks(site) + 1
 
     def end_of_block(self, site: int) -> int:
-        """The first site after the block of the site's layer."""
+        """Return the first site after the block of the site's layer."""
         later = [2 * start for start in self.starts if 2 * start > site]
         return later[0] if later else self.num_sites
 
     def sources_of(self, site: int) -> list[range]:
-        """For each source of a site, what it sums: 0 is the embedding, u > 0 the output of site u - 1's sublayer."""
+        """Return, for each source of a site, what it sums: 0 is the embedding, u > 0 the output of site u - 1."""
         if self.full:
             return [range(u, u + 1) for u in range(site + 1)]
+        # the embedding alone, then the outputs of each block, as far as they lie before the site
         ends = [0, *(2 * layer + 1 for layer in self.starts), self.num_sites]
-        blocks = [range(begin, min(end, site + 1)) for begin, end in pairwise(ends)]
-        return [block for block in blocks if len(block)]
+        sources = [range(begin, min(end, site + 1)) for begin, end in pairwise(ends)]
+        return [source for source in sources if len(source) > 0]
 
 
 @dataclass(repr=False, eq=False, kw_only=True)
@@ -139,35 +145,38 @@ class AttnResConfigMixin:
         `attn_res_scale_norm_eps` is on unless the call says otherwise.
         """
         config_dict, kwargs = super().get_config_dict(pretrained_model_name_or_path, **kwargs)
-        found, expected = config_dict.get("model_type", cls.model_type), (cls.model_type, cls.base_model_type())
-        if found not in expected:
+        model_type = config_dict.get("model_type", cls.model_type)
+        if model_type not in (cls.model_type, cls.base_model_type()):
             raise ValueError(
-                f"{pretrained_model_name_or_path}: model_type is {found!r}, but {cls.__name__} reads only "
-                f"{expected[0]!r} and {expected[1]!r}."
+                f"{pretrained_model_name_or_path}: model_type is {model_type!r}, but {cls.__name__} reads only "
+                f"{cls.model_type!r} and {cls.base_model_type()!r}."
             )
-        if found != cls.model_type:
+        if model_type != cls.model_type:
             config_dict = {"attn_res_scale_norm_eps": True} | config_dict
         return {**config_dict, "model_type": cls.model_type}, kwargs
 
     @classmethod
     def base_model_type(cls) -> str:
-        """The model type of the base family in transformers."""
+        """Return the model type of the base family in transformers."""
         return cls.model_type.removeprefix(TYPE_PREFIX)
 
     @classmethod
     def class_names(cls) -> dict[str, str]:
-        """The name of this family's class for each Auto class, as far as the base family has one."""
+        """Return the name of this family's class for each Auto class, as far as the base family has one."""
         named = {auto_class: names.get(cls.base_model_type()) for auto_class, names in AUTO_CLASSES.items()}
         return {auto_class: PREFIX + name for auto_class, name in named.items() if isinstance(name, str)}
 
     def remote_code(self) -> dict[str, str]:
-        """The `auto_map` of a checkpoint of this family: which class of the files beside it each Auto class loads."""
+        """Return the `auto_map` of a checkpoint of this family: the class in its code files for each Auto class."""
         config = {"AutoConfig": f"configuration_attnres.{type(self).__name__}"}
         return config | {auto: f"modeling_attnres.{name}" for auto, name in self.class_names().items()}
 
     def validate_attn_res(self) -> None:
-        """Check that the fields describe blocks that exist, and a norm that can be divided by their number: on
-        construction, on saving and before a model is built."""
+        """Check that the fields describe blocks that exist, and a norm's eps that can be scaled.
+
+        It runs on construction, on saving and before a model is built.
+        """
+        # Fields of the base, and misspelt ones
         for name, value in vars(self).items():
             if name.endswith(NORM_EPS_ENDINGS) and isinstance(value, float) and not 0 <= value < math.inf:
                 raise ValueError(f"{name} must be finite and not negative, got {value}.")
@@ -177,6 +186,7 @@ class AttnResConfigMixin:
                 raise ValueError(f"{name} is no field of {type(self).__name__}; it has {', '.join(sorted(known))}.")
         if self.num_hidden_layers < 1 and self.attn_res_mode != "none":
             raise ValueError(f"num_hidden_layers must be at least 1, got {self.num_hidden_layers}.")
+        # Blocks: a size or boundaries, within the layers
         size, boundaries = self.attn_res_block_size, self.attn_res_block_boundaries
         if size is not None and boundaries is not None:
             raise ValueError(
@@ -237,7 +247,7 @@ class AttnResConfigMixin:
 
 
 class FamilyError(AttributeError):
-    """A class that cannot be derived; the message says why, and names near ones."""
+    """A class that cannot be derived; the message says why, and names similar ones."""
 
     def __init__(self, name: str, reason: str):
         self.reason = reason
@@ -249,7 +259,7 @@ class FamilyError(AttributeError):
 
 @contextlib.contextmanager
 def asked_for(name: str):
-    """Let a reason found on the way be told of the name that was asked for."""
+    """Have a FamilyError that is raised within name the class that was asked for."""
     try:
         yield
     except FamilyError as error:
@@ -257,7 +267,7 @@ def asked_for(name: str):
 
 
 def base_of(name: str) -> type:
-    """The class of transformers that `AttnRes…` extends.
+    """Return the class of transformers that `AttnRes…` extends.
 
     Raises:
         FamilyError: there is none.
@@ -272,7 +282,7 @@ def base_of(name: str) -> type:
 
 
 def derive_config(name: str) -> type:
-    """The config class `AttnRes{Base}Config`.
+    """Make the config class `AttnRes{Base}Config`.
 
     Raises:
         FamilyError: transformers has no such config, or its family has no causal language model.
@@ -310,12 +320,12 @@ def register_tokenizer(config_class: type) -> None:
 
 
 def config_name(model_type: str) -> str:
-    """The name of the config class of `attnres_…`, or of a base family's model type."""
+    """Return the name of the config class of `attnres_…`, or of a base family's model type."""
     return PREFIX + CONFIG_MAPPING_NAMES[model_type.removeprefix(TYPE_PREFIX)]
 
 
 def is_attnres_type(model_type: object) -> bool:
-    """Whether a model type is one of ours, of a base family that this release of transformers has."""
+    """Say whether a model type is one of ours, of a base family that this release of transformers has."""
     return (
         isinstance(model_type, str)
         and model_type.startswith(TYPE_PREFIX)
@@ -336,7 +346,9 @@ def register_in_other_libraries(config_class: type) -> None:
     """Let the libraries that are loaded now do for the derived model type what they do for its base."""
     base_type, model_type = config_class.base_model_type(), config_class.model_type
     for module, beginning in OTHER_TABLES.items():
-        for name, table in vars(sys.modules[module]).items() if module in sys.modules else ():
+        if module not in sys.modules:
+            continue
+        for name, table in vars(sys.modules[module]).items():
             if name.startswith(beginning) and isinstance(table, dict) and base_type in table:
                 table.setdefault(model_type, table[base_type])
 

@@ -10,9 +10,9 @@ has one learned *pseudo-query* w_l; keys and values are the sources themselves, 
 In this file, in the order to read it:
     - `depth_read`: the formula above, written as in the paper. Everything else is this, made cheaper.
     - `DepthAttention`: the parameters, one query and one norm weight per site.
-    - `DepthReader`: the one seam between a model and how depth is read. A reader lives for one forward pass: it is
-      given each block as it closes, and says what a site needs to read. `register_depth_reader` adds one.
-    - `EagerReader`: the plain reader that tests hold the others to (`depth_readers.py`: for training, for inference).
+    - `DepthReader`: the interface between a model and the way it reads over depth. A reader lives for one forward
+      pass: it is given each block as it closes, and returns what a site reads. `register_depth_reader` adds one.
+    - `EagerReader`: the plain reader; tests compare those for training and inference (`depth_readers.py`) with it.
 No model family is known here.
 
 Words, ours = Kimi K3's = flash-linear-attention's:
@@ -48,22 +48,32 @@ def depth_read(
 
     Returns:
         The site's input `[B, T, D]` in the dtype of the sources, and its depth weights `[B, T, N]`.
+
+    Example:
+        import torch
+        from modeling_attnres import depth_read
+
+        sources = [torch.randn(2, 5, 16) for _ in range(3)]  # batch 2, 5 tokens, width 16
+        mixed, weights = depth_read(sources, query_D=torch.zeros(16), norm_D=torch.ones(16), eps=1e-6)
+        assert torch.allclose(mixed, sum(sources) / 3)  # a zero query reads the mean
     """
     values_NBTD = torch.stack(sources)
+    # keys: RMSNorm(source)
     keys_NBTD = values_NBTD.to(statistics_dtype(values_NBTD.dtype))
     keys_NBTD = keys_NBTD * torch.rsqrt(keys_NBTD.square().mean(-1, keepdim=True) + eps) * norm_D
+    # softmax over the sources, then their weighted sum
     weights_NBT = torch.einsum("d,nbtd->nbt", query_D.to(keys_NBTD.dtype), keys_NBTD).softmax(dim=0)
     mixed_BTD = torch.einsum("nbt,nbtd->btd", weights_NBT, values_NBTD.to(weights_NBT.dtype))
     return mixed_BTD.to(values_NBTD.dtype), weights_NBT.movedim(0, -1)
 
 
 def statistics_dtype(dtype: torch.dtype) -> torch.dtype:
-    """The dtype of norms, logits, softmax and running sums: fp32, or fp64 where the sources are fp64."""
+    """Return the dtype of norms, logits, softmax and running sums: fp32, or fp64 where the sources are fp64."""
     return torch.promote_types(dtype, torch.float32)
 
 
 def autocast_off(x: torch.Tensor):
-    """A context without autocast; entering one costs more than asking whether it is on."""
+    """Return a context without autocast: an empty one where it is off already, which is cheaper to enter."""
     device = x.device.type
     if torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device):
         return torch.autocast(device, enabled=False)
@@ -90,12 +100,12 @@ class DepthAttention(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Zero queries and unit norms, for those that were not loaded."""
+        """Set the queries to zero and the norms to one, unless they were loaded."""
         init.zeros_(self.query)
         init.ones_(self.norm)
 
     def forward(self) -> torch.Tensor:
-        """The effective queries √D · w ⊙ γ of all sites, `[S, D]`.
+        """Return the effective queries √D · w ⊙ γ of all sites, `[S, D]`.
 
         The norm's weight only ever appears in the product w · (γ ⊙ x / rms(x)), so it is folded into the query, and so
         is the √D between |x| and rms(x).
@@ -103,7 +113,7 @@ class DepthAttention(nn.Module):
         return self.query * self.norm * self.query.shape[-1] ** 0.5
 
     def _apply(self, fn, recurse: bool = True):
-        """Move as any module, but stay in fp32: `model.half()` or `.to(torch.bfloat16)` would lose small queries."""
+        """Move like any module, but stay in fp32: `model.half()` or `.to(torch.bfloat16)` would lose small queries."""
 
         def apply_without_narrowing(tensor: torch.Tensor) -> torch.Tensor:
             applied = fn(tensor)
@@ -114,20 +124,23 @@ class DepthAttention(nn.Module):
 
 
 def is_depth_parameter(name: str) -> bool:
-    """Whether a parameter or tensor name is one of depth attention's, in whatever the model is wrapped."""
+    """Say whether a parameter or tensor is one of depth attention's, by its name; the model may be wrapped."""
     return "attn_res" in name.split(".")
 
 
 def inverse_size(x_BTD: torch.Tensor, scaled_eps: torch.Tensor) -> torch.Tensor:
-    """1 / √(|x|² + D · eps), `[B, T, 1]`, with `scaled_eps` = D · eps: the key norm up to the √D that queries carry."""
+    """Return 1 / √(|x|² + D · eps), `[B, T, 1]`, where `scaled_eps` is D · eps: the key norm without its √D.
+
+    The effective queries carry the √D.
+    """
     norm_BT1 = torch.linalg.vector_norm(x_BTD, dim=-1, keepdim=True, dtype=scaled_eps.dtype)
     return torch.addcmul(scaled_eps, norm_BT1, norm_BT1).rsqrt_()
 
 
 def source_logits(x_BTD: torch.Tensor, queries_SD: torch.Tensor, scaled_eps: torch.Tensor) -> torch.Tensor:
-    """Logits `[B, T, S]` of one source at S sites: w · RMSNorm(x), the norm applied to the product. No 1/√d.
+    """Return the logits `[B, T, S]` of one source at S sites: w · RMSNorm(x), the norm applied to the product.
 
-    Computed in the dtype of the queries (fp32 or fp64), also under autocast.
+    Unlike attention over tokens it has no 1/√D. Computed in the queries' dtype (fp32 or fp64), under autocast too.
     """
     with autocast_off(x_BTD):
         return torch.matmul(x_BTD.to(queries_SD.dtype), queries_SD.t()) * inverse_size(x_BTD, scaled_eps)
@@ -147,7 +160,7 @@ def add_output(running_sum_BTD: torch.Tensor | None, output_BTD: torch.Tensor) -
 
 
 def version_of(tensor: torch.Tensor) -> int | None:
-    """A number that changes with every write to the tensor, or `None` where there is none."""
+    """Return a number that changes with every write to the tensor, or `None` where torch keeps none."""
     if torch.compiler.is_compiling() or tensor.is_inference():
         return None
     return tensor._version
@@ -156,9 +169,9 @@ def version_of(tensor: torch.Tensor) -> int | None:
 class DepthReader:
     """How depth is read: one object per forward pass, chosen by `attn_res_implementation`.
 
-    A reader implements `append`, `inputs_for`, `read` and `move_to`; what is here already follows the blocks of a pass
-    and carries the running sum from layer to layer. What a site reads is split in two, so that a decoder layer can be
-    recomputed, wrapped or offloaded: `inputs_for` is asked outside of it, once; `read` is a function of tensors.
+    A reader implements `blocks`, `append`, `drop_blocks`, `inputs_for` and `read`, and extends `move_to`. The base
+    class closes blocks and carries the running sum from layer to layer. A read is split in two, so that a decoder layer
+    can be recomputed, wrapped or offloaded: `inputs_for` is called outside of it, once; `read` maps tensors to tensors.
 
     Args:
         queries_SD: the effective queries of all sites.
@@ -186,14 +199,14 @@ class DepthReader:
         self.queries_SD, self.eps, self.layout = queries_SD, eps, layout
         self.dtype: torch.dtype | None = None  # of the embedding: what sublayers are given and layers return
         self.running_sum: torch.Tensor | None = None  # as it was before the last layer rounded and returned it
-        self.handed_over: tuple[torch.Tensor, int] | None = None  # what it returned, and the version of that tensor
+        self.handed_over: tuple[torch.Tensor, int | None] | None = None  # what it returned, and that tensor's version
         self.opened: tuple[int, torch.Tensor] | None = None  # the last layer that opened a block, and what it was given
 
     # ------------------------------------------------------------------------------- what a reader implements
 
     @property
     def num_blocks(self) -> int:
-        """How many blocks have closed."""
+        """The number of closed blocks."""
         return len(self.blocks)
 
     @property
@@ -210,7 +223,7 @@ class DepthReader:
         raise NotImplementedError
 
     def inputs_for(self, site: int) -> NamedTuple:
-        """What `read` needs at a site beside the running sum: tensors with names, made of the blocks closed so far."""
+        """Return what `read` needs at a site beside the running sum: named tensors, made of the blocks so far."""
         raise NotImplementedError
 
     @staticmethod
@@ -251,21 +264,24 @@ class DepthReader:
         Raises:
             RuntimeError: a later layer has run already.
         """
-        running_sum = self._take_running_sum(layer, hidden_states_BTD)
+        running_sum_BTD = self._take_running_sum(layer, hidden_states_BTD)
         opens = self.layout.opens_block(layer)
-        expected = self.layout.closed_blocks(2 * layer)
+        closed_after = self.layout.closed_blocks(2 * layer)
+        closed_before = closed_after - 1 if opens else closed_after
         if opens:
             self.opened = layer, hidden_states_BTD
-        if self.num_blocks > expected - opens:
-            if torch._C._current_graph_task_id() == -1:
+        # Too many blocks: the layer runs again, which only the backward pass may do, to recompute it.
+        if self.num_blocks > closed_before:
+            if torch._C._current_graph_task_id() == -1:  # no backward pass is running
                 raise RuntimeError(
                     f"Decoder layer {layer} runs after {self.num_blocks} blocks have closed, expected "
-                    f"{expected - opens}: decoder layers must run in their order, each at most once."
+                    f"{closed_before}: decoder layers must run in their order, each at most once."
                 )
-            self.drop_blocks(expected - opens)  # the backward pass recomputes this layer
-        if self._close_until(expected, running_sum):
-            return None if opens else torch.zeros_like(running_sum)
-        return running_sum
+            self.drop_blocks(closed_before)
+        # Too few: the running sum closes here. If the layer opens no block, the one that does was taken out.
+        if self._close_until(closed_after, running_sum_BTD):
+            return None if opens else torch.zeros_like(running_sum_BTD)
+        return running_sum_BTD
 
     def leave_layer(self, running_sum_BTD: torch.Tensor, kept_apart: Sequence[torch.Tensor] = ()) -> torch.Tensor:
         """Carry the running sum to the next layer, and return what the layer returns: the same in the model's dtype.
@@ -277,28 +293,31 @@ class DepthReader:
         for block_BTD in kept_apart:
             self.append(block_BTD)
         rounded_BTD = running_sum_BTD.to(self.dtype)
-        if rounded_BTD is not running_sum_BTD:
+        if rounded_BTD is not running_sum_BTD:  # keep what rounding cuts off, for the next layer
             self.running_sum, self.handed_over = running_sum_BTD, (rounded_BTD, version_of(rounded_BTD))
         return rounded_BTD
 
     def read_output(self, hidden_states_BTD: torch.Tensor) -> torch.Tensor:
         """Read the output site: what the final norm is given, `[B, T, D]` in the model's dtype."""
         site = self.layout.num_sites - 1
-        running_sum = self._take_running_sum(self.layout.num_layers, hidden_states_BTD)
-        if self._close_until(self.layout.closed_blocks(site), running_sum):
-            running_sum = torch.zeros_like(running_sum)
-        mixture_BTD, weights_BTN = self.read(running_sum, self.inputs_for(site))
+        running_sum_BTD = self._take_running_sum(self.layout.num_layers, hidden_states_BTD)
+        if self._close_until(self.layout.closed_blocks(site), running_sum_BTD):  # the last layers were taken out
+            running_sum_BTD = torch.zeros_like(running_sum_BTD)
+        mixture_BTD, weights_BTN = self.read(running_sum_BTD, self.inputs_for(site))
         if self.depth_weights is not None:
             self.depth_weights.append(weights_BTN)
-        return (mixture_BTD if self.output_gain == 1 else mixture_BTD * self.output_gain).to(self.dtype)
+        if self.output_gain != 1:
+            mixture_BTD = mixture_BTD * self.output_gain
+        return mixture_BTD.to(self.dtype)
 
     def _take_running_sum(self, layer: int, hidden_states_BTD: torch.Tensor) -> torch.Tensor:
-        """The running sum as the layer before made it, or as hooks or other modules changed it since.
+        """Return the running sum as the layer before made it, or as hooks or other modules changed it since.
 
         A bf16 layer returns it rounded. Where that value is what arrives here, the part that rounding cut off is put
-        back; gradients flow through the tensor that arrives, as those who hold it expect.
+        back; gradients flow through the tensor that arrives, so that whoever holds it sees its gradient.
         """
-        if self.dtype is None:  # the embedding
+        # The first layer is given the embedding: the pass takes its dtype and device.
+        if self.dtype is None:
             self.dtype = hidden_states_BTD.dtype
             self.queries_SD = self.queries_SD.to(hidden_states_BTD.device, statistics_dtype(self.dtype))
             self.scaled_eps = self.queries_SD.new_tensor(self.queries_SD.shape[-1] * self.eps)
@@ -306,25 +325,28 @@ class DepthReader:
         if hidden_states_BTD.device != self.queries_SD.device:
             self.move_to(hidden_states_BTD.device)
         running_sum_BTD, self.running_sum = self.running_sum, None
+        # A hook replaced the output of the layer that opened the block by its input, which lies in closed blocks: the
+        # layer adds nothing. In Full mode its attention, which has closed, adds nothing either.
         if self.opened is not None and self.opened[0] < layer and hidden_states_BTD is self.opened[1]:
-            # hooks returned what the layer that opened the block was given, and is no part of it: nothing was added
-            nothing_BTD = torch.zeros_like(hidden_states_BTD)
-            if self.layout.full:  # nor does its attention, which has closed
+            zeros_BTD = torch.zeros_like(hidden_states_BTD)
+            if self.layout.full:
                 self.drop_blocks(self.num_blocks - 1)
-                self.append(nothing_BTD)
-            return nothing_BTD
-        if running_sum_BTD is None:  # nothing was cut off
+                self.append(zeros_BTD)
+            return zeros_BTD
+        if running_sum_BTD is None:  # rounding cut nothing off
             return hidden_states_BTD
+        # Another tensor than was returned, or a changed one: take what is new of it, entry by entry.
         returned_BTD, version = self.handed_over
         if hidden_states_BTD is not returned_BTD or version is None or version != version_of(returned_BTD):
             untouched_BTD = hidden_states_BTD == running_sum_BTD.to(self.dtype)
             running_sum_BTD = torch.where(untouched_BTD, running_sum_BTD, hidden_states_BTD)
+        # The value of the unrounded sum, with the gradient of the tensor that arrived.
         if hidden_states_BTD.requires_grad:
             running_sum_BTD = hidden_states_BTD + (running_sum_BTD - hidden_states_BTD).detach()
         return running_sum_BTD
 
     def _close_until(self, count: int, running_sum_BTD: torch.Tensor) -> bool:
-        """Close blocks until there are `count`: the running sum first, then zeros. Whether there was one to close."""
+        """Close blocks until there are `count`: the running sum, then zeros. Say whether there was one to close."""
         missing = count - self.num_blocks
         for index in range(missing):
             self.append(running_sum_BTD if index == 0 else torch.zeros_like(running_sum_BTD))
@@ -338,7 +360,17 @@ def register_depth_reader(name: str, reader: type[DepthReader]) -> None:
     """Make a reader available as `attn_res_implementation=name`.
 
     Raises:
-        ValueError: the name is "auto". TypeError: it is no subclass of `DepthReader`.
+        ValueError: the name is "auto".
+        TypeError: `reader` is no subclass of `DepthReader`.
+
+    Example:
+        from modeling_attnres import register_depth_reader
+        from modeling_attnres.depth_attention import EagerReader
+
+        class MyReader(EagerReader):
+            gives_weights = False
+
+        register_depth_reader("mine", MyReader)  # then: model.config.attn_res_implementation = "mine"
     """
     if name == "auto":
         raise ValueError("'auto' chooses among depth readers and cannot be the name of one.")
@@ -355,7 +387,7 @@ def check_depth_reader(name: str) -> None:
 
 
 def choose_depth_reader(name: str, gradients: bool, weights: bool) -> type[DepthReader]:
-    """The reader of a pass.
+    """Return the class of the reader for a pass.
 
     Args:
         name: `"auto"`, which takes the first of `"two_phase"`, `"training"`, `"eager"` that can do what is asked, or a
@@ -373,28 +405,32 @@ def choose_depth_reader(name: str, gradients: bool, weights: bool) -> type[Depth
         "exports": torch.compiler.is_exporting(),
         "transforms": not torch.compiler.is_compiling() and torch._C._are_functorch_transforms_active(),
     }
-    names = ("two_phase", "training", "eager") if name == "auto" else (name,)
-    for candidate in names:
-        reader = _DEPTH_READERS[candidate]
-        lacking = [need for need, asked in needs.items() if asked and not getattr(reader, need)]
-        if not lacking:
-            return reader
-    able = [other for other, reader in _DEPTH_READERS.items() if all(getattr(reader, n) for n, a in needs.items() if a)]
+    # Of each reader, what it lacks of what this pass needs
+    lacking = {
+        known: [need for need, needed in needs.items() if needed and not getattr(reader, need)]
+        for known, reader in _DEPTH_READERS.items()
+    }
+    candidates = ("two_phase", "training", "eager") if name == "auto" else (name,)
+    for candidate in candidates:
+        if not lacking[candidate]:
+            return _DEPTH_READERS[candidate]
+    # None can: say what the last candidate lacks, and which readers could
     wanted = {
         "gives_gradients": "gradients",
         "gives_weights": "depth weights",
         "exports": "export",
         "transforms": "torch.func's transforms",
-    }[lacking[0]]
+    }[lacking[candidates[-1]][0]]
+    choices = " or ".join(repr(known) for known in ("auto", *(known for known in lacking if not lacking[known])))
     raise ValueError(
         f"The depth reader {name!r} does not support {wanted}, which this pass needs. Set "
-        f"config.attn_res_implementation to 'auto'{''.join(f' or {other!r}' for other in able)}"
+        f"config.attn_res_implementation to {choices}"
         + (", or run under torch.no_grad()." if wanted == "gradients" else ".")
     )
 
 
 class EagerInputs(NamedTuple):
-    """What a read block by block needs: the site's query, D · eps, the blocks, and their logits at the site."""
+    """What a read block by block needs: the site's query, D · eps, the blocks' logits at the site, and the blocks."""
 
     query_D: torch.Tensor
     scaled_eps: torch.Tensor
@@ -414,7 +450,7 @@ class EagerReader(DepthReader):
     def __init__(self, queries_SD: torch.Tensor, eps: float, layout):
         super().__init__(queries_SD, eps, layout)
         self._blocks_BTD: list[torch.Tensor] = []
-        self._logits_BT: list[tuple[torch.Tensor, ...]] = []  # of each block, one per site
+        self._logits_BT: list[tuple[torch.Tensor, ...]] = []  # a tensor per site, of each block
 
     @property
     def blocks(self) -> Sequence[torch.Tensor]:
@@ -444,11 +480,11 @@ class EagerReader(DepthReader):
     def move_to(self, device: torch.device) -> None:
         super().move_to(device)
         self._blocks_BTD = [block_BTD.to(device) for block_BTD in self._blocks_BTD]
-        self._logits_BT = [tuple(one.to(device) for one in logits_BT) for logits_BT in self._logits_BT]
+        self._logits_BT = [tuple(logit_BT.to(device) for logit_BT in logits_BT) for logits_BT in self._logits_BT]
 
 
 def mix(weights_BTN: torch.Tensor, sources_BTD: Sequence[torch.Tensor]) -> torch.Tensor:
-    """The weighted sum of N sources, in the statistics dtype by type promotion: none is upcast whole."""
+    """Return the weighted sum of N sources, in the statistics dtype by type promotion: none is upcast whole."""
     first_BTD, *rest = sources_BTD
     mixed_BTD = first_BTD * weights_BTN[..., :1]
     for index, source_BTD in enumerate(rest, start=1):

@@ -3,11 +3,13 @@
 
 Both compute what `EagerReader` computes; tests hold them to it, forward and gradient.
 
-Shapes: B batch, T tokens, M = B · T, D hidden size, S sites (s: those read at once), N closed blocks.
+Shapes: B batch, T tokens, M = B · T, D hidden size, S sites, P sites read at once in phase 1, N closed blocks (in a
+read with a running sum: N sources).
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -31,24 +33,34 @@ class TrainingRead(torch.autograd.Function):
     It saves references to the sources, which live anyway, and per-token scalars; both passes go over each source once
     or twice. Autograd's own gradient of the same operations keeps more and passes over it more often.
 
-    The gradient, with g = ∂loss/∂h, for h = Σ_i α_i s_i, α = softmax(z), z_i = q · s_i · k_i, k_i = 1 / √(|s_i|² + ε):
-        ∂z_i = α_i · (g · s_i - Σ_j α_j g · s_j)          the softmax
-        ∂s_i = α_i g                                      as a value
-        ∂r   = α_r g + ∂z_r k_r q - ∂z_r z_r k_r² r       the running sum r is a key, too; blocks' logits are given
+    A token reads the sources s_i (the blocks and, last, the running sum r) with the query q:
+
+        h = Σ_i α_i s_i        α = softmax(z)        z_i = k_i (q · s_i)        k_i = 1 / √(|s_i|² + D · eps)
+
+    Write ∂x for ∂loss/∂x, and g for ∂h, which the backward pass is given. Then, from h back:
+
+        ∂α_i = g · s_i
+        ∂s_i = α_i g                                 of the source as a value
+        ∂z_i = α_i (∂α_i - Σ_j α_j ∂α_j)             of the softmax
+
+    The logits of blocks are an input, so their gradient is handed back. That of the running sum is computed here, so r
+    has a gradient as a key, too. With ∂k_r/∂r = -k_r³ r follows ∂z_r/∂r = k_r q - k_r³ (q · r) r = k_r q - k_r² z_r r:
+
         ∂q   = Σ_tokens ∂z_r k_r r
+        ∂r   = α_r g + ∂z_r k_r q - ∂z_r z_r k_r² r
     """
 
     @staticmethod
     def forward(ctx, running_sum_BTD, query_D, scaled_eps, logits_BTN, *sources_BTD):
         key_scale_BT1 = running_logit_BT1 = None
-        if running_sum_BTD is not None:
+        if running_sum_BTD is not None:  # r, the last source
             with autocast_off(running_sum_BTD):
-                product_BT1 = torch.matmul(running_sum_BTD.to(query_D.dtype), query_D).unsqueeze(-1)
+                product_BT1 = torch.matmul(running_sum_BTD.to(query_D.dtype), query_D).unsqueeze(-1)  # q · r
             key_scale_BT1 = inverse_size(running_sum_BTD, scaled_eps)  # k_r
             running_logit_BT1 = product_BT1 * key_scale_BT1  # z_r
             logits_BTN = torch.cat((logits_BTN, running_logit_BT1), dim=-1)
             sources_BTD = (*sources_BTD, running_sum_BTD)
-        weights_BTN = logits_BTN.softmax(dim=-1)
+        weights_BTN = logits_BTN.softmax(dim=-1)  # α
         ctx.has_running_sum = running_sum_BTD is not None
         ctx.save_for_backward(query_D, key_scale_BT1, running_logit_BT1, weights_BTN, *sources_BTD)
         return mix(weights_BTN, sources_BTD)
@@ -65,27 +77,34 @@ class TrainingRead(torch.autograd.Function):
         if ctx.has_running_sum:  # the first argument, but the last source
             needs_sources.append(ctx.needs_input_grad[0])
 
-        # ∂z = α (g · s - Σ_j α_j g · s_j)
-        along_BTN = torch.cat([(grad_BTD * source_BTD).sum(-1, keepdim=True) for source_BTD in sources_BTD], dim=-1)
-        grad_logits_BTN = weights_BTN * (along_BTN - (weights_BTN * along_BTN).sum(-1, keepdim=True))
-        # ∂s_i = α_i g
+        # ∂α_i = g · s_i
+        grad_weights_BTN = torch.cat([(grad_BTD * source_BTD).sum(-1, keepdim=True) for source_BTD in sources_BTD], -1)
+        # ∂z_i = α_i (∂α_i - Σ_j α_j ∂α_j)
+        mean_BT1 = (weights_BTN * grad_weights_BTN).sum(-1, keepdim=True)
+        grad_logits_BTN = weights_BTN * (grad_weights_BTN - mean_BT1)
+        # ∂s_i = α_i g, of the sources whose gradient is asked for
         grads_BTD = [
             grad_BTD * weights_BTN[..., index : index + 1] if needed else None
             for index, needed in enumerate(needs_sources)
         ]
         grad_running_sum_BTD = grad_query_D = None
         if ctx.has_running_sum:
+            # Set the running sum apart: what is left in the lists is of blocks.
             grad_running_sum_BTD, running_sum_BTD = grads_BTD.pop(), sources_BTD.pop()
-            grad_product_BT1 = grad_logits_BTN[..., -1:] * key_scale_BT1  # ∂z_r k_r
+            grad_product_BT1 = grad_logits_BTN[..., -1:] * key_scale_BT1  # ∂z_r k_r, the gradient of q · r
             grad_logits_BTN = grad_logits_BTN[..., :-1]
-            if needs_query:  # ∂q = Σ_tokens ∂z_r k_r r
+            if needs_query:
+                # ∂q = Σ_tokens ∂z_r k_r r
                 with autocast_off(grad_BTD):
                     flat_MD = running_sum_BTD.to(grad_product_BT1.dtype).flatten(0, -2)
                     grad_query_D = torch.mv(flat_MD.t(), grad_product_BT1.flatten())
-            if grad_running_sum_BTD is not None:  # ∂r = α_r g + ∂z_r k_r q - ∂z_r z_r k_r² r
+            if grad_running_sum_BTD is not None:
+                # ∂r = α_r g (which it holds already) + ∂z_r k_r q
                 grad_running_sum_BTD.addcmul_(grad_product_BT1, query_D)
+                # … - ∂z_r z_r k_r² r
                 grad_running_sum_BTD.addcmul_(grad_product_BT1 * logit_BT1 * key_scale_BT1, running_sum_BTD, value=-1)
                 grad_running_sum_BTD = grad_running_sum_BTD.to(running_sum_BTD.dtype)
+        # A gradient per argument of forward, in their order; scaled_eps has none.
         grads_BTD = [None if grad is None else grad.to(source.dtype) for grad, source in zip(grads_BTD, sources_BTD)]
         return grad_running_sum_BTD, grad_query_D, None, grad_logits_BTN if needs_logits else None, *grads_BTD
 
@@ -119,40 +138,32 @@ class TwoPhaseReader(DepthReader):
     Phase 2, site by site, merges that one source with the running sum: an interpolation.
     In Full mode every layer is such a block; its attention's output is what its MLP reads as the running sum.
 
-    Blocks are held once, in a buffer of this pass, with their logits at every site, which are made when a block closes.
+    Blocks are held as they are, with their logits at every site, which are computed when a block closes.
     """
 
     gives_gradients = False
     exports = False
-    num_blocks = 0
 
-    tile_bytes = 2**22  # of blocks at a time in phase 1, in the statistics dtype, where they are held in a narrower one
-    phase_1_bytes = 2**28  # of mixtures held at a time, at most; beyond it, fewer sites than a block's at once
+    tile_bytes = 2**22  # phase 1 lays blocks beside each other, this much of them at a time: it stays in the cache
+    phase_1_bytes = 2**28  # mixtures held at a time, at most: where a block's sites need more, fewer are read at once
 
     def __init__(self, queries_SD: torch.Tensor, eps: float, layout):
         super().__init__(queries_SD, eps, layout)
-        self._values_NMD = self._logits_NMS = None
-        self.num_blocks = 0
-        self._inputs: dict[int, TwoPhaseInputs] = {}  # by site, of the blocks closed so far
+        self._blocks_BTD: list[torch.Tensor] = []
+        self._logits_BTS: list[torch.Tensor] = []  # of each block
+        self._inputs: dict[int, TwoPhaseInputs] = {}  # by site, from phase 1; void once another block has closed
 
     @property
     def blocks(self) -> Sequence[torch.Tensor]:
-        return [self._values_NMD[block].view(self._shape) for block in range(self.num_blocks)]
+        return self._blocks_BTD
 
     def append(self, block_BTD: torch.Tensor) -> None:
-        block_MD = block_BTD.flatten(0, -2)
-        if self._values_NMD is None:
-            self._shape, num_sites = block_BTD.shape, self.layout.num_sites
-            count = self.layout.closed_blocks(num_sites - 1)
-            self._values_NMD = block_MD.new_empty(count, *block_MD.shape)
-            self._logits_NMS = self.scaled_eps.new_empty(count, block_MD.shape[0], num_sites)
-        self._values_NMD[self.num_blocks] = block_MD  # a sum is rounded once, when it is complete
-        self._logits_NMS[self.num_blocks] = source_logits(block_MD, self.queries_SD, self.scaled_eps)
-        self.num_blocks += 1
+        self._logits_BTS.append(source_logits(block_BTD, self.queries_SD, self.scaled_eps))
+        self._blocks_BTD.append(block_BTD.to(self.dtype))  # a sum is rounded once, when it is complete
         self._inputs = {}
 
     def drop_blocks(self, count: int) -> None:
-        self.num_blocks = count
+        del self._blocks_BTD[count:], self._logits_BTS[count:]
         self._inputs = {}
 
     def inputs_for(self, site: int) -> TwoPhaseInputs:
@@ -162,54 +173,70 @@ class TwoPhaseReader(DepthReader):
 
     @staticmethod
     def read(running_sum_BTD: torch.Tensor | None, inputs: TwoPhaseInputs) -> tuple[torch.Tensor, None]:
-        """Phase 2. The softmax of two is a sigmoid; for few tokens the cost is the number of operations."""
+        """Run phase 2. A softmax of two is a sigmoid; for few tokens the number of operations is what it costs."""
         query_D, scaled_eps, log_sum_exp_BT1, mixture_BTD = inputs
         if running_sum_BTD is None:
             return mixture_BTD, None
         dtype = query_D.dtype
         if running_sum_BTD.dtype != dtype:
             running_sum_BTD = running_sum_BTD.to(dtype)
-        product_BT1 = (running_sum_BTD * query_D).sum(-1, keepdim=True)  # sooner done than a matmul, for one token
-        inverse_BT1 = inverse_size(running_sum_BTD, scaled_eps)
-        difference_BT1 = torch.addcmul(log_sum_exp_BT1, product_BT1, inverse_BT1, value=-1)
+        # The running sum's logit, and how far phase 1's logit is above it
+        product_BT1 = (running_sum_BTD * query_D).sum(-1, keepdim=True)  # faster than a matmul for one token
+        key_scale_BT1 = inverse_size(running_sum_BTD, scaled_eps)
+        difference_BT1 = torch.addcmul(log_sum_exp_BT1, product_BT1, key_scale_BT1, value=-1)
+        # The weight of phase 1's mixture is the sigmoid of that
         return torch.lerp(running_sum_BTD, mixture_BTD, difference_BT1.sigmoid_()), None
 
     def _phase_1(self, first_site: int) -> None:
         """Read all closed blocks at the sites from `first_site` to the end of its block, as far as results fit."""
-        *shape, width = self._shape
-        values_NMD = self._values_NMD[: self.num_blocks]
-        tokens, end = values_NMD.shape[1], self.layout.end_of_block(first_site)
-        tile = tokens
-        if not torch.compiler.is_compiling():  # there, the number of tokens may be a symbol
-            size = width * self.queries_SD.itemsize
-            # whole layers, one at least: a layer is given what both its sites read
-            end = min(end, first_site + max(2, self.phase_1_bytes // (tokens * size) // 2 * 2))
-            if values_NMD.dtype != self.queries_SD.dtype:
-                tile = max(1, self.tile_bytes // (self.num_blocks * size))
+        *shape, width = self._blocks_BTD[0].shape
+        # How many sites to read, and how many tokens at a time. While compiling, the number of tokens may be a symbol.
+        end, tile = self.layout.end_of_block(first_site), None
+        if not torch.compiler.is_compiling():
+            tokens, token_bytes = math.prod(shape), width * self.queries_SD.itemsize
+            # whole layers, at least one: a layer is given what both its sites read
+            end = min(end, first_site + max(2, self.phase_1_bytes // (tokens * token_bytes) // 2 * 2))
+            most = max(1, self.tile_bytes // (len(self._blocks_BTD) * token_bytes))
+            tile = most if most < tokens else None
 
-        logits_NMs = self._logits_NMS[: self.num_blocks, :, first_site:end]
-        log_weights_NMs = logits_NMs.log_softmax(0)
-        log_sum_exps_Ms = logits_NMs[0] - log_weights_NMs[0]
-        weights_MsN = log_weights_NMs.exp_().permute(1, 2, 0)
-        with autocast_off(values_NMD):
-            mixtures_MsD = [
-                torch.bmm(weights, values.to(weights.dtype).transpose(0, 1))
-                for weights, values in zip(weights_MsN.split(tile), values_NMD.split(tile, dim=1))
+        if tile is None:
+            values_MND = torch.stack(self._blocks_BTD, dim=-2).flatten(0, -3)
+            logits_MNS = torch.stack(self._logits_BTS, dim=-2).flatten(0, -3)
+            log_sum_exps_MP, mixtures_MPD = mix_blocks(values_MND, logits_MNS[..., first_site:end])
+        else:
+            values_MD = (block_BTD.flatten(0, -2).split(tile) for block_BTD in self._blocks_BTD)
+            logits_MS = (logits_BTS.flatten(0, -2).split(tile) for logits_BTS in self._logits_BTS)
+            tiles = [
+                mix_blocks(torch.stack(values, dim=1), torch.stack(logits, dim=1)[..., first_site:end])
+                for values, logits in zip(zip(*values_MD), zip(*logits_MS))
             ]
-        mixtures_MsD = mixtures_MsD[0] if len(mixtures_MsD) == 1 else torch.cat(mixtures_MsD)
-        of_sites = zip(
+            log_sum_exps_MP, mixtures_MPD = (torch.cat(pieces) for pieces in zip(*tiles))
+        parts = zip(
             range(first_site, end),
-            self.queries_SD[first_site:end].unbind(),
-            log_sum_exps_Ms.view(*shape, -1, 1).unbind(-2),
-            mixtures_MsD.view(*shape, -1, width).unbind(-2),
+            self.queries_SD[first_site:end].unbind(),  # P × [D]
+            log_sum_exps_MP.view(*shape, -1, 1).unbind(-2),  # P × [B, T, 1]
+            mixtures_MPD.view(*shape, -1, width).unbind(-2),  # P × [B, T, D]
         )
-        self._inputs = {site: TwoPhaseInputs(query, self.scaled_eps, *read) for site, query, *read in of_sites}
+        self._inputs = {
+            site: TwoPhaseInputs(query_D, self.scaled_eps, log_sum_exp_BT1, mixture_BTD)
+            for site, query_D, log_sum_exp_BT1, mixture_BTD in parts
+        }
 
     def move_to(self, device: torch.device) -> None:
         super().move_to(device)
-        if self._values_NMD is not None:
-            self._values_NMD, self._logits_NMS = self._values_NMD.to(device), self._logits_NMS.to(device)
-        self._inputs = {}  # phase 1 is made again where it is needed
+        self._blocks_BTD = [block_BTD.to(device) for block_BTD in self._blocks_BTD]
+        self._logits_BTS = [logits_BTS.to(device) for logits_BTS in self._logits_BTS]
+        self._inputs = {}  # phase 1 runs again where it is needed
+
+
+def mix_blocks(values_MND: torch.Tensor, logits_MNP: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return phase 1's log-sum-exps `[M, P]` and mixtures `[M, P, D]` of N blocks at P sites."""
+    # Weights over the blocks. log_softmax subtracts the log-sum-exp of the logits, so any block shows it.
+    log_weights_MNP = logits_MNP.log_softmax(1)
+    log_sum_exps_MP = logits_MNP[:, 0] - log_weights_MNP[:, 0]
+    # Mixtures: for each token a product [P, N] × [N, D]
+    with autocast_off(values_MND):
+        return log_sum_exps_MP, torch.bmm(log_weights_MNP.exp_().mT, values_MND.to(logits_MNP.dtype))
 
 
 register_depth_reader("training", TrainingReader)

@@ -80,7 +80,7 @@ class ResidualStream:
         self.num_reads = self.num_outputs = 0
 
     def read(self, gain: float) -> torch.Tensor:
-        """The input of the next sublayer `[B, T, D]`, times `gain`."""
+        """Return the input of the next sublayer `[B, T, D]`, times `gain`."""
         mixture_BTD, weights_BTN = self._read(self.running_sum, self._inputs[self.num_reads])
         self.num_reads += 1
         if self._keep_weights:
@@ -107,11 +107,11 @@ class ResidualStream:
 
     @classmethod
     def __torch_function__(cls, function: Callable, types, args: tuple = (), kwargs=None):
-        """`stream + tensor` as torch.compile sees it, and `tensor + stream`: operations on tensors, which ask here."""
+        """Take `tensor + stream`, and `stream + tensor` under torch.compile: operations on tensors, which call this."""
         if function.__name__ not in ("add", "__add__", "__radd__"):
             raise TypeError(f"{function.__name__} of the residual stream: {_NOT_PRE_NORM}")
-        one, other = args
-        return one.add(other) if isinstance(one, ResidualStream) else other.add(one)
+        left, right = args
+        return left.add(right) if isinstance(left, ResidualStream) else right.add(left)
 
     def __getattr__(self, name: str):
         raise TypeError(f"{name} of the residual stream: {_NOT_PRE_NORM}")
@@ -131,7 +131,7 @@ class LayerView:
         self.layer = layer
 
     def __getattr__(self, name: str):
-        value = self.layer._modules.get(name)  # sooner found than by the layer's own __getattr__
+        value = self.layer._modules.get(name)  # faster than the layer's own __getattr__
         if value is None:
             return getattr(self.layer, name)
         gain = self.layer.gains.get(name)
@@ -198,8 +198,10 @@ class AttnResDecoderLayerMixin:
         site, full = 2 * self.layer_index, depth_reader.layout.full
         num_kept = 1 if full else 0
         num_weights = 0 if depth_reader.depth_weights is None else 2
+        # What the two sites read: the running sum [B, T, D], and of closed blocks what the reader makes of them.
         running_sum = depth_reader.enter_layer(self.layer_index, hidden_states)
         inputs = (depth_reader.inputs_for(site), depth_reader.inputs_for(site + 1))
+        # Run the sublayers.
         new_stream = functools.partial(ResidualStream, depth_reader.read, depth_reader.dtype, full, num_weights > 0)
         if self.gradient_checkpointing and self.training and torch.is_grad_enabled():
             kwargs = without_cache(kwargs)
@@ -208,18 +210,19 @@ class AttnResDecoderLayerMixin:
             def run(*tensors):
                 return self.run_sublayers(new_stream(*tree_unflatten(tensors, structure)), *args, **kwargs)
 
-            running_sum, *others = self._gradient_checkpointing_func(run, *tensors)
+            running_sum, *results = self._gradient_checkpointing_func(run, *tensors)
         else:
-            running_sum, *others = self.run_sublayers(new_stream(running_sum, inputs), *args, **kwargs)
-        kept_apart, others = others[:num_kept], others[num_kept:]
-        weights, rest = others[:num_weights], others[num_weights:]
+            running_sum, *results = self.run_sublayers(new_stream(running_sum, inputs), *args, **kwargs)
+        # Part the results, and hand each to whoever wants it.
+        kept_apart, results = results[:num_kept], results[num_kept:]
+        weights, rest = results[:num_weights], results[num_weights:]
         if num_weights > 0:
             depth_reader.depth_weights += weights
         hidden_states = depth_reader.leave_layer(running_sum, kept_apart)
         return (hidden_states, *rest) if rest else hidden_states
 
     def run_sublayers(self, stream: ResidualStream, *args, **kwargs) -> tuple:
-        """The base layer's own forward on a residual stream: a function of tensors.
+        """Run the base layer's own forward on a residual stream.
 
         Returns:
             The new running sum; in Full mode the attention's output; the depth weights of both sites, if they are kept;
@@ -233,13 +236,13 @@ class AttnResDecoderLayerMixin:
 
 
 def describe_layout(layout: BlockLayout) -> str:
-    """The layers and blocks of a layout in a few words."""
+    """Describe the layers and blocks of a layout in a few words."""
     blocks = "in Full mode" if layout.full else f"in blocks that start at {list(layout.starts)}"
     return f"{layout.num_layers} decoder layers {blocks}"
 
 
 def without_cache(kwargs: dict) -> dict:
-    """A layer's arguments without its cache, which recomputation would write twice."""
+    """Return a layer's arguments without its cache, which recomputation would write twice."""
     names = [name for name in ("use_cache", "cache", "past_key_values") if kwargs.get(name) not in (None, False)]
     if names:
         logger.warning_once(f"Caching is incompatible with gradient checkpointing: {', '.join(names)} not used.")
@@ -264,7 +267,7 @@ class AttnResPreTrainedModelMixin:
         super().__init__(config, *args, **kwargs)
 
     def post_init(self) -> None:
-        """As the base, at the end of its `__init__`; of the modules not to split it names those that are there."""
+        """Finish as the base does, at the end of its `__init__`; keep only the modules not to split that are there."""
         super().post_init()
         self._no_split_modules &= {type(module).__name__ for module in self.modules()}
 
@@ -275,7 +278,7 @@ class AttnResPreTrainedModelMixin:
 
     @classmethod
     def _can_set_attn_implementation(cls) -> bool:
-        """As the base family can: transformers tells from the source code of the module that defines the class."""
+        """Answer as the base family does: transformers asks the source code of the module that defines the class."""
         return cls.base_model_class._can_set_attn_implementation()
 
     @classmethod
@@ -284,34 +287,37 @@ class AttnResPreTrainedModelMixin:
 
     @classmethod
     def _finalize_model_loading(cls, model, load_config, loading_info):
-        """As the base, with a word on depth parameters of another number of layers, where nothing else is amiss."""
-        for name, found, expected in sorted(loading_info.mismatched_keys):
-            if load_config.ignore_mismatched_sizes or not is_depth_parameter(name) or found[1:] != expected[1:]:
-                break
-        else:
-            if loading_info.mismatched_keys:
-                layers = model.config.num_hidden_layers
-                raise RuntimeError(
-                    f"{name} of the checkpoint has {found[0]} rows, expected {expected[0]}: two for each of the "
-                    f"{layers} decoder layers of num_hidden_layers and one for the output. To leave layers out, load "
-                    f"them all and cut the model (model.model.layers = model.model.layers[:{layers}]), or start depth "
-                    "attention anew (ignore_mismatched_sizes=True), which in a port that was not trained is the same."
-                )
+        """Finish as the base does, or explain depth parameters of another number of layers, if all else fits."""
+        mismatches = [] if load_config.ignore_mismatched_sizes else sorted(loading_info.mismatched_keys)
+        if mismatches and all(is_depth_parameter(name) and old[1:] == new[1:] for name, old, new in mismatches):
+            layers = model.config.num_hidden_layers
+            name, old, new = mismatches[-1]
+            raise RuntimeError(
+                f"{name} of the checkpoint has {old[0]} rows, expected {new[0]}: two for each of the "
+                f"{layers} decoder layers of num_hidden_layers and one for the output. To leave layers out, load "
+                f"them all and cut the model (model.model.layers = model.model.layers[:{layers}]), or start depth "
+                "attention anew (ignore_mismatched_sizes=True), which in a port that was not trained is the same."
+            )
         return super()._finalize_model_loading(model, load_config, loading_info)
 
     def wants_depth_attentions(self, asked: bool | None) -> bool:
-        """What the call asked for, or else the config."""
-        return bool(getattr(self.config, "output_depth_attentions", False) if asked is None else asked)
+        """Say whether depth weights are wanted: by the call or, where it is silent, by the config."""
+        if asked is None:
+            asked = getattr(self.config, "output_depth_attentions", False)
+        return bool(asked)
 
     def with_depth_attentions(self, forward: Callable, weights: list, args: tuple, kwargs: dict):
-        """What a forward returns, with the depth weights that it put in a list."""
+        """Run a forward that puts depth weights in a list, and return its outputs with them."""
         return_dict = kwargs.pop("return_dict", None)
+        if return_dict is None:
+            return_dict = self.config.return_dict
         outputs = forward(*args, return_dict=True, **kwargs)
+        # The same outputs in a class with one field more; those that are no field of the base's class are set as items.
         fields = {name: value for name, value in outputs.items() if name in outputs.__dataclass_fields__}
         result = output_with_depth_attentions(type(outputs))(**fields, depth_attentions=tuple(weights))
         for name in outputs.keys() - fields.keys():
             result[name] = outputs[name]
-        return result if (self.config.return_dict if return_dict is None else return_dict) else result.to_tuple()
+        return result if return_dict else result.to_tuple()
 
     def save_pretrained(self, save_directory, **kwargs) -> None:
         """Save as the base does; the config names the remote code of every Auto class, whichever class is saved.
@@ -319,7 +325,8 @@ class AttnResPreTrainedModelMixin:
         Raises:
             ValueError: the config describes other layers or blocks than the model has been made with.
         """
-        made = getattr(getattr(self, self.base_model_prefix, self), "attn_res_layout", None)
+        decoder = getattr(self, self.base_model_prefix, self)  # of a head, or this model itself
+        made = getattr(decoder, "attn_res_layout", None)
         if made is not None and (self.config.attn_res_mode == "none" or self.config.attn_res_layout != made):
             raise ValueError(
                 f"The config was changed since this model was made with {describe_layout(made)}: loaded again it would "
@@ -338,7 +345,7 @@ class AttnResModelMixin(AttnResPreTrainedModelMixin):
         super().post_init()
 
     def forward(self, *args, output_depth_attentions: bool | None = None, depth_attentions_to=None, **kwargs):
-        """The base model's forward, whose layers read through depth attention.
+        """Run the base model's forward, whose layers read through depth attention.
 
         Args:
             output_depth_attentions: add `depth_attentions`, the depth weights of every site in order, the output site
@@ -358,16 +365,17 @@ class AttnResModelMixin(AttnResPreTrainedModelMixin):
         return super().forward(*args, **kwargs)
 
     def new_depth_reader(self, weights: list | None) -> DepthReader:
-        """The reader of one pass, which puts the depth weights in a list if it is given one."""
+        """Make the reader of one pass, which puts the depth weights in a list if it is given one."""
+        # The layers are ours, or modules that a user put in their place.
         layers = list(self.layers)[: self.config.num_hidden_layers]  # a slice of a ModuleList is a new module
         for index, layer in enumerate(layers):
             if isinstance(layer, GradientCheckpointingLayer) and not isinstance(layer, AttnResDecoderLayerMixin):
                 raise TypeError(f"Decoder layer {index} is a {type(layer).__name__}, without Attention Residuals.")
-        last = layers[-1] if len(layers) > 0 else self
-        # it may be wrapped, by torch.compile or for checkpointing
-        last_layer = next((one for one in last.modules() if isinstance(one, AttnResDecoderLayerMixin)), None)
-        if last_layer is None or last is self:
-            found = "none" if last is self else type(last).__name__
+        # The last one is ours, perhaps wrapped (by torch.compile, for checkpointing).
+        last = layers[-1].modules() if layers else ()
+        last_layer = next((module for module in last if isinstance(module, AttnResDecoderLayerMixin)), None)
+        if last_layer is None:
+            found = type(layers[-1]).__name__ if layers else "none"
             raise TypeError(
                 f"{type(self).__name__}: the last decoder layer, which reads the output site, must be a {PREFIX} "
                 f"layer; found {found}. Cut the model after one of its own layers."
@@ -393,7 +401,7 @@ class AttnResHeadMixin(AttnResPreTrainedModelMixin):
         super().__init__(config, *args, **kwargs)
 
     def post_init(self) -> None:
-        """As the base, at the end of its `__init__`; by then the decoder that it built has depth attention."""
+        """Finish as the base does, at the end of its `__init__`; by then the decoder it built has depth attention."""
         decoders = [child for child in self.children() if isinstance(child, PreTrainedModel)]
         if len(decoders) != 1:
             raise TypeError(
@@ -406,7 +414,7 @@ class AttnResHeadMixin(AttnResPreTrainedModelMixin):
         super().post_init()
 
     def forward(self, *args, output_depth_attentions: bool | None = None, **kwargs):
-        """The base family's forward; `output_depth_attentions=True` adds `depth_attentions`, as the model does."""
+        """Run the base family's forward; `output_depth_attentions=True` adds `depth_attentions`, as the model does."""
         wanted = self.wants_depth_attentions(output_depth_attentions)
         if wanted:
             weights: list[torch.Tensor] = []
@@ -421,8 +429,8 @@ class AttnResForCausalLMMixin(AttnResHeadMixin):
     """The decoder with its language-model head."""
 
     def generate(self, *args, output_depth_attentions: bool | None = None, **kwargs):
-        """As the base; with `output_depth_attentions=True` and `return_dict_in_generate=True` the result has
-        `depth_attentions`, of each forward pass in turn what the model returns."""
+        """Generate as the base does. With `output_depth_attentions=True` and `return_dict_in_generate=True` the result
+        has `depth_attentions`: what the model returns, of each forward pass in turn."""
         if not self.wants_depth_attentions(output_depth_attentions):
             return super().generate(*args, **kwargs)
         passes = []
@@ -439,7 +447,7 @@ class AttnResForCausalLMMixin(AttnResHeadMixin):
 
 @functools.cache
 def output_with_depth_attentions(output_class: type) -> type:
-    """An output class of transformers with a field for depth weights: FSDP drops what is no field."""
+    """Make of an output class of transformers one with a field for depth weights: FSDP drops what is no field."""
     name, fields = PREFIX + output_class.__name__, [("depth_attentions", tuple[torch.Tensor, ...] | None, None)]
     globals()[name] = derived = make_dataclass(name, fields, bases=(output_class,), namespace={"__module__": __name__})
     return derived
@@ -458,13 +466,19 @@ def register_family_parts(
     final_norm: str | None = None,
     final_norm_reads_more: bool = False,
 ) -> None:
-    """Say where a family differs, for one whose parts are not found by the names in `PART_NAMES`.
+    """Name the norms of a family whose parts are not found by the names in `PART_NAMES`.
 
     Args:
         model_type: of the base family in transformers.
         attention_norm, mlp_norm: the norms that read the residual stream, in a decoder layer.
         final_norm: the norm after the last layer, in the model.
         final_norm_reads_more: the model uses its final norm for something else as well, so its eps must stay.
+
+    Example:
+        from modeling_attnres import register_family_parts
+
+        register_family_parts("apertus", attention_norm="attention_layernorm", mlp_norm="feedforward_layernorm")
+        from modeling_attnres import AttnResApertusForCausalLM
     """
     _FAMILY_PARTS[model_type] = {
         "attention_norm": attention_norm,
@@ -486,7 +500,7 @@ EPS_NAMES = ("variance_epsilon", "eps", "epsilon")
 
 
 def find_part(model_type: str, part: str, names: set[str]) -> str | None:
-    """The name of a part among the names that a module has, or `None`."""
+    """Return the name of a part among the names that a module has, or `None`."""
     given = _FAMILY_PARTS.get(model_type, {}).get(part)
     candidates = PART_NAMES[part] if given is None else (given,)
     return next((name for name in candidates if name in names), None)
@@ -498,6 +512,7 @@ def install_depth_attention(model: PreTrainedModel) -> None:
     Raises:
         TypeError: the layers or norms are not those that depth attention needs.
     """
+    # Check that the layers and the final norm are where the config and `PART_NAMES` say.
     config = model.config
     config.validate_attn_res()  # fields may have been set since the config was made
     layout, base_type = config.attn_res_layout, config.base_model_type()
@@ -507,6 +522,7 @@ def install_depth_attention(model: PreTrainedModel) -> None:
     if final_norm is None:
         raise TypeError(f"{type(model).__name__} has no final norm by a known name; see register_family_parts.")
 
+    # Make each layer one of ours; a norm that reads n sources is scaled for n.
     for index, layer in enumerate(model.layers):
         layer.__class__ = derived_class(type(layer))
         layer.layer_index = index
@@ -521,6 +537,8 @@ def install_depth_attention(model: PreTrainedModel) -> None:
             norm: scaled_gain(getattr(layer, norm), config, layout.num_sources(2 * index + sublayer))
             for sublayer, norm in enumerate(norms)
         }
+
+    # Add what the model itself needs: the output site's norm, the layout, the depth parameters.
     norm = getattr(model, final_norm)
     model.attn_res_eps = next((getattr(norm, name) for name in EPS_NAMES if hasattr(norm, name)), 1e-6)
     shared = _FAMILY_PARTS.get(base_type, {}).get("final_norm_reads_more", False)
@@ -535,11 +553,10 @@ def install_depth_attention(model: PreTrainedModel) -> None:
 
 
 def scaled_gain(norm: nn.Module | None, config, num_sources: int) -> float:
-    """Let a norm that reads the mean of n sources equal the base's of their sum: norm(h / n, eps / n²) = norm(h, eps).
+    """Make a norm of the mean of n sources equal the base's norm of their sum: norm(h / n, eps / n²) = norm(h, eps).
 
     Returns:
-        What its input is still to be multiplied by: 1, or n for a norm that keeps its eps in its forward or (`None`)
-        must keep it.
+        What its input is still to be multiplied by: 1, or n for a norm whose eps cannot be set, or (`None`) must stay.
     """
     if not config.attn_res_scale_norm_eps:
         return 1
@@ -554,16 +571,17 @@ def scaled_gain(norm: nn.Module | None, config, num_sources: int) -> float:
 
 
 def derived_class(base: type) -> type:
-    """Our class of a class of transformers."""
+    """Return our class of a class of transformers."""
     return getattr(sys.modules[__name__], PREFIX + base.__name__)
 
 
 def derive_model(name: str) -> type:
-    """The class `AttnRes{Base}Model`, `AttnRes{Base}ForCausalLM` or another head.
+    """Make the class `AttnRes{Base}Model`, `AttnRes{Base}ForCausalLM` or another head.
 
     Raises:
         FamilyError: transformers has no such class, or depth attention cannot take its residual stream's place.
     """
+    # Of a class of transformers, of a family whose layers have the parts
     base = base_of(name)
     if not issubclass(base, PreTrainedModel) or base.config_class is None:
         raise FamilyError(name, f"{base.__name__} is no model of transformers.")
@@ -572,9 +590,10 @@ def derive_model(name: str) -> type:
         derived = ", ".join(config_class.class_names().values())
         raise FamilyError(name, f"{base.__name__} is not among the classes of its family that are derived: {derived}.")
     check_family(base, config_class)
-    mixin = {"AutoModel": AttnResModelMixin, "AutoModelForCausalLM": AttnResForCausalLMMixin}
+    # Choose the mixin by the Auto class that loads such models
     auto_class = next(auto for auto, known in config_class.class_names().items() if known == name)
-    mixin = mixin.get(auto_class, AttnResHeadMixin)
+    mixins = {"AutoModel": AttnResModelMixin, "AutoModelForCausalLM": AttnResForCausalLMMixin}
+    mixin = mixins.get(auto_class, AttnResHeadMixin)
     body = {
         "__module__": __name__,
         "__doc__": f"`{base.__name__}` with Attention Residuals.",
@@ -584,22 +603,28 @@ def derive_model(name: str) -> type:
         "forward": with_signature_of(mixin.forward, base.forward),
     }
     model_class = type(name, (mixin, base), body)
+    # What a forward can record (hidden states, attentions) transformers keeps by class
     dict.__setitem__(_CAN_RECORD_REGISTRY, str(model_class), model_class._can_record_outputs)
     return model_class
 
 
 def with_signature_of(function: Callable, base: Callable) -> Callable:
-    """The function under the signature of its base, which engines and `generate` inspect, and our argument."""
+    """The function under the signature of its base, which engines and `generate` inspect, and our argument.
+
+    The signature is that of what `forward` wraps, as with transformers' own decorators: where torch compiles ahead of
+    time it takes a `__signature__` for that of the code.
+    """
 
     @functools.wraps(function)
     def forward(self, *args, **kwargs):
         return function(self, *args, **kwargs)
 
+    forward.__wrapped__ = functools.partial(function)
     parameters = list(inspect.signature(base).parameters.values())
     ours = inspect.Parameter("output_depth_attentions", inspect.Parameter.KEYWORD_ONLY, default=None)
     named = [one for one in parameters if one.kind is not inspect.Parameter.VAR_KEYWORD]
     rest = [one for one in parameters if one.kind is inspect.Parameter.VAR_KEYWORD]
-    forward.__signature__ = inspect.Signature([*named, ours, *rest])
+    forward.__wrapped__.__signature__ = inspect.Signature([*named, ours, *rest])
     return forward
 
 
@@ -609,11 +634,11 @@ def check_family(base: type[PreTrainedModel], config_class: type) -> None:
     What only a run can tell (a sublayer that reads no norm, parallel blocks), the `ResidualStream` finds.
     """
     decoder = getattr(transformers, config_class.class_names()["AutoModel"].removeprefix(PREFIX))
-    in_file = vars(sys.modules[base.__module__]).values()
-    layers = [one for one in in_file if isinstance(one, type) and issubclass(one, GradientCheckpointingLayer)]
+    classes = [value for value in vars(sys.modules[base.__module__]).values() if isinstance(value, type)]
+    layers = [layer for layer in classes if issubclass(layer, GradientCheckpointingLayer)]
     uses = {layer.__name__: names_used(layer.forward) for layer in layers if layer is not GradientCheckpointingLayer}
     model_type, parts = config_class.base_model_type(), ("attention_norm", "mlp_norm")
-    qualifying = [one for one, names in uses.items() if all(find_part(model_type, part, names) for part in parts)]
+    qualifying = [names for names in uses.values() if all(find_part(model_type, part, names) for part in parts)]
     if not qualifying or "layers" not in names_used(decoder.forward):
         attention_norms, mlp_norms = (" or ".join(PART_NAMES[part]) for part in parts)
         raise FamilyError(
@@ -625,12 +650,12 @@ def check_family(base: type[PreTrainedModel], config_class: type) -> None:
 
 
 def names_used(function: Callable) -> set[str]:
-    """The attributes and globals that a function's own code names."""
+    """Return the attributes and globals that a function's own code names."""
     return set(inspect.unwrap(function).__code__.co_names)
 
 
 def derive_layer(name: str) -> type:
-    """The class `AttnRes{Layer}` of a decoder layer of transformers, found beside its family's model."""
+    """Make the class `AttnRes{Layer}` of a decoder layer of transformers, found beside its family's model."""
     base_name = name.removeprefix(PREFIX)
     for end in range(len(base_name), 0, -1):  # LlamaDecoderLayer lies beside LlamaModel
         model = getattr(transformers, base_name[:end] + "Model", None)
@@ -660,7 +685,7 @@ def register_with_auto_classes(config_class: type) -> None:
 
 
 def register_in_transformers_tables(config_class: type) -> None:
-    """What transformers keys by the base family's model type or class names holds for the derived family, too.
+    """Enter the derived family wherever transformers keys a table by the base's model type or class names.
 
     Tokenizers, and tables of other libraries, are registered with the config (`configuration_attnres`).
     """

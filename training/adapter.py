@@ -21,7 +21,7 @@ NAMES = ("target_modules", "exclude_modules", "modules_to_save", "layers_pattern
 
 
 def read_adapter(path: Path) -> LoraConfig:
-    """The config of an adapter.
+    """Read the config of an adapter.
 
     Raises:
         UserError: there is none, it is no LoRA of a named model, or a name in it is a pattern. PEFT matches those with
@@ -32,9 +32,9 @@ def read_adapter(path: Path) -> LoraConfig:
         raise TrainingError(f"{path} is no adapter: {ADAPTER_CONFIG} is missing.")
     settings = read_json(file)
     for field, expected in (("peft_type", "'LORA'"), ("base_model_name_or_path", "a folder or hub id")):
-        found = settings.get(field)
-        if not isinstance(found, str) or not found or (field == "peft_type" and found != "LORA"):
-            raise TrainingError(f"{file}: {field} is {found!r}, expected {expected}.")
+        value = settings.get(field)
+        if not isinstance(value, str) or not value or (field == "peft_type" and value != "LORA"):
+            raise TrainingError(f"{file}: {field} is {value!r}, expected {expected}.")
     for field in NAMES:
         names = settings.get(field) or []
         for name in [names] if isinstance(names, str) else names:
@@ -45,34 +45,43 @@ def read_adapter(path: Path) -> LoraConfig:
 
 
 def is_of_standard_residuals(path: Path) -> bool:
-    """Whether an adapter was trained with `--control`."""
+    """Tell whether an adapter was trained with `--control`."""
     recipe = path / RECIPE
     return recipe.exists() and bool(read_json(recipe).get("control"))
 
 
 def load_adapter(model: PreTrainedModel, path: Path, settings: LoraConfig) -> PeftModel:
-    """A model with an adapter on it.
+    """Load an adapter onto a model.
 
     Raises:
         UserError: the adapter is that of another model, not whole, or not finite.
     """
     file = path / ADAPTER_WEIGHTS
     with open_shard(file) as shard:
-        found = set(shard.keys())
-        for name in found:
+        stored = set(shard.keys())
+        for name in stored:
             if not shard.get_tensor(name).isfinite().all():
                 raise TrainingError(f"{file}: {name} holds values that are not finite.")
     with reading(f"{path} as an adapter of {model.name_or_path}"):
         adapted = PeftModel.from_pretrained(model, path, config=settings)
     expected = set(get_peft_model_state_dict(adapted))
-    for names, what in ((expected - found, "is missing"), (found - expected, "has no place in this model")):
+    for names, fault in ((expected - stored, "is missing"), (stored - expected, "has no place in this model")):
         if names:
-            raise TrainingError(f"{file}: {min(names)} {what}, one of {len(names)}; {ADAPTER_CONFIG} implies others.")
+            raise TrainingError(f"{file}: {min(names)} {fault}, one of {len(names)}; {ADAPTER_CONFIG} implies others.")
     return adapted
 
 
 def merge_adapter(adapter: Path, target: Path) -> None:
     """Merge an adapter into its base: a model that needs no PEFT, complete or absent.
+
+    Example:
+        ```python
+        from pathlib import Path
+
+        from training.adapter import merge_adapter
+
+        merge_adapter(Path("tuned/adapter"), Path("merged"))
+        ```
 
     Raises:
         UserError: the adapter or its base cannot be read, or they do not fit; nothing is written.
@@ -84,13 +93,17 @@ def merge_adapter(adapter: Path, target: Path) -> None:
         try:
             checkpoint = stack.enter_context(open_source(base))
         except UserError as error:
-            here = "" if Path(base).is_absolute() else f" Relative paths start at {Path.cwd()}."
-            raise TrainingError(f"{adapter / ADAPTER_CONFIG}: base_model_name_or_path: {error}{here}") from error
+            hint = "" if Path(base).is_absolute() else f" Relative paths start at {Path.cwd()}."
+            raise TrainingError(f"{adapter / ADAPTER_CONFIG}: base_model_name_or_path: {error}{hint}") from error
+
+        # The merged model, in the dtype of its base
         config = load_attnres_config(checkpoint.folder)
         if is_of_standard_residuals(adapter):
             config.attn_res_mode = "none"
         model = load_weights(checkpoint.folder, config, dtype="auto")
         merged = load_adapter(model, adapter, settings).merge_and_unload()
+
+        # Its files, with all that the base holds besides
         details = {"with the adapter": f"{adapter.resolve().parent.name}/{adapter.name}", "of rank": str(settings.r)}
         state, unread = merged.state_dict(), unread_tensors(checkpoint, merged)
         with complete_or_absent(target) as folder, writing(target):
@@ -103,7 +116,7 @@ def merge_adapter(adapter: Path, target: Path) -> None:
 
 
 def unread_tensors(base: Checkpoint, model: PreTrainedModel) -> list[str]:
-    """What a checkpoint holds for other programs: layers after the model's last, and what its class ignores."""
+    """List what a checkpoint holds for other programs: layers after the model's last, and what its class ignores."""
     own, ignored = model.state_dict().keys(), model._keys_to_ignore_on_load_unexpected or ()
 
     def is_unread(name: str) -> bool:

@@ -59,29 +59,31 @@ def claimed(output: Path) -> Iterator[None]:
 
 
 def describe_run(recipe: dict, arguments: TrainingArguments) -> dict:
-    """All that decides what a run learns, as JSON has it; data by the hashes of their files."""
-    model, hashes = Path(recipe["model"]), []
+    """Gather all that decides what a run learns, as JSON has it; data by the hashes of their files."""
+    folder = Path(recipe["model"])
+    model = str(folder.resolve()) if folder.exists() else recipe["model"]
+    hashes = []
     for path in recipe["data"]:
         with open(path, "rb") as file:
             hashes.append(hashlib.file_digest(file, "sha256").hexdigest())
-    run = recipe | {"model": str(model.resolve()) if model.exists() else recipe["model"], "data": hashes}
+    run = recipe | {"model": model, "data": hashes}
     run |= {name: getattr(arguments, name) for name in MATTER}
     return json.loads(json.dumps(run, default=str))
 
 
 def all_checkpoints(output: Path) -> list[Path]:
-    """The checkpoints of a folder in order, complete or not."""
-    found = [path for path in output.glob("checkpoint-*") if path.name.removeprefix("checkpoint-").isdecimal()]
-    return sorted(found, key=lambda path: int(path.name.removeprefix("checkpoint-")))
+    """List the checkpoints in a folder in order, complete or not."""
+    steps = {path: path.name.removeprefix("checkpoint-") for path in output.glob("checkpoint-*")}
+    return sorted((path for path in steps if steps[path].isdecimal()), key=lambda path: int(steps[path]))
 
 
 def last_complete_checkpoint(output: Path) -> Path | None:
-    """The newest checkpoint that was written to its end; what a kill left half done is not considered."""
+    """Find the newest checkpoint that was written to its end; what a kill left half done is not considered."""
     return next((path for path in reversed(all_checkpoints(output)) if (path / COMPLETE).exists()), None)
 
 
 def checkpoint_to_resume(output: Path, resume: bool, run: dict, writes: bool) -> Path | None:
-    """Where a run continues; `None` where it starts, and then its recipe is written. Says in a line what it finds.
+    """Find where a run continues; `None`: it starts, and its recipe is written. Prints which in one line.
 
     Args:
         output: the folder of the run.
@@ -92,12 +94,13 @@ def checkpoint_to_resume(output: Path, resume: bool, run: dict, writes: bool) ->
     Raises:
         TrainingError: there is a checkpoint and no `resume`, or one of another run.
     """
+    # Refuse what is not this run
     checkpoint, recipe, begun = last_complete_checkpoint(output), output / RECIPE, all_checkpoints(output)
     if begun and not recipe.exists():
         raise TrainingError(f"{output} holds {begun[0].name} of something else: no {RECIPE}. Choose another --output.")
-    if checkpoint and not resume:
+    if checkpoint is not None and not resume:
         raise TrainingError(f"{output} holds checkpoints. Continue with --resume, or choose another --output.")
-    if checkpoint:
+    if checkpoint is not None:
         read_json(checkpoint / TRAINER_STATE_NAME)  # which Trainer takes to be whole
         before = read_json(recipe)
         for field, value in run.items():
@@ -108,10 +111,12 @@ def checkpoint_to_resume(output: Path, resume: bool, run: dict, writes: bool) ->
                 )
     if not writes:
         return checkpoint
+
+    # Tidy up, and say where the run begins
     for leftover in begun:
         if not (leftover / COMPLETE).exists():
             shutil.rmtree(leftover)
-    if checkpoint:
+    if checkpoint is not None:
         print(f"{output}: continuing from {checkpoint.name}")
     else:
         if begun or resume:

@@ -9,7 +9,7 @@ become *rows*, one sequence of a batch each: a piece of one document, or packed,
 import json
 from bisect import bisect_left, insort
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
@@ -37,7 +37,7 @@ class Document:
     labels: list[int]
 
     def cut(self, length: int) -> Iterator["Document"]:
-        """Pieces of at most `length` tokens. The first token of a piece is predicted from nothing, so not learned."""
+        """Cut into pieces of at most `length` tokens; the first of each, predicted from nothing, is not learned."""
         for start in range(0, len(self.ids), length):
             ids, labels = self.ids[start : start + length], self.labels[start : start + length]
             if any(label != IGNORED for label in labels[1:]):
@@ -46,18 +46,19 @@ class Document:
 
 @dataclass
 class Conversation:
-    """A conversation as its template writes it, and the spans of characters that the assistant says."""
+    """A conversation as its template writes it, and the spans of characters that are learned."""
 
     text: str
     learned: list[tuple[int, int]]
 
 
 def read_documents(paths: Iterable[Path], tokenizer, vocab_size: int | None = None) -> list[Document]:
-    """Read and tokenise files, by their ending: `.jsonl` holds an object a line, anything else is one text.
+    """Read and tokenise files, by their ending: `.jsonl` holds one object per line, anything else is one text.
 
     Raises:
         UserError: a file cannot be read, is empty, has a malformed line, or one with tokens from `vocab_size` on.
     """
+    # Every row is checked before the first is tokenised
     examples: list[tuple[str, str | Conversation]] = []
     for path in paths:
         content, where = read_text(path)
@@ -65,13 +66,19 @@ def read_documents(paths: Iterable[Path], tokenizer, vocab_size: int | None = No
             examples += [(where, _example(row, where, tokenizer)) for where, row in _lines(path, content)]
         else:
             examples.append((where, content))
+    # Tokenised in batches, which fast tokenizers do in parallel
     documents: list[Document] = []
     with tqdm(total=len(examples), desc="tokenising", unit="text", disable=len(examples) <= BATCH) as bar:
         for start in range(0, len(examples), BATCH):
             batch = examples[start : start + BATCH]
+            # Each run of examples of one kind
             for kind, group in groupby((example for _, example in batch), key=type):
-                documents += (_texts if kind is str else _conversations)(list(group), tokenizer)
+                if kind is str:
+                    documents += _texts(list(group), tokenizer)
+                else:
+                    documents += _conversations(list(group), tokenizer)
             bar.update(len(batch))
+    # A token without an embedding would fail in the middle of training
     for (where, _), document in zip(examples, documents, strict=True):
         if vocab_size is not None and (largest := max(document.ids, default=0)) >= vocab_size:
             raise DataError(
@@ -87,23 +94,27 @@ def _lines(path: Path, content: str) -> Iterator[tuple[str, dict]]:
             continue
         where = f"{path}, line {number}"
         try:
-            found = json.loads(line, object_pairs_hook=_unique)
-            json.dumps(found, ensure_ascii=False).encode()  # half a surrogate pair is no character
+            row = json.loads(line, object_pairs_hook=_unique)
+            json.dumps(row, ensure_ascii=False).encode()  # half a surrogate pair is no character
+        except json.JSONDecodeError as error:
+            raise _no_json(where, line, f"{error.msg}, column {error.colno}") from error
         except (ValueError, RecursionError) as error:
-            at = isinstance(error, json.JSONDecodeError)
-            reason = f"{error.msg}, column {error.colno}" if at else describe(error)
-            raise DataError(f"{where}: no JSON ({reason}): {line[:60]!r}.") from error
-        if not isinstance(found, dict):
+            raise _no_json(where, line, describe(error)) from error
+        if not isinstance(row, dict):
             raise DataError(f"{where}: expected an object with 'text' or 'messages', found {line[:60]!r}.")
-        yield where, found
+        yield where, row
+
+
+def _no_json(where: str, line: str, reason: str) -> DataError:
+    return DataError(f"{where}: no JSON ({reason}): {line[:60]!r}.")
 
 
 def _unique(pairs: list[tuple[str, object]]) -> dict:
-    found = dict(pairs)
-    if len(found) < len(pairs):
+    fields = dict(pairs)
+    if len(fields) < len(pairs):
         twice = next(key for i, (key, _) in enumerate(pairs) if key in dict(pairs[:i]))
         raise ValueError(f"{twice!r} is named twice")
-    return found
+    return fields
 
 
 def _example(row: dict, where: str, tokenizer) -> str | Conversation:
@@ -121,38 +132,31 @@ def _example(row: dict, where: str, tokenizer) -> str | Conversation:
 
 
 def _message(message, place: str) -> tuple[dict, bool]:
-    """What the template is given of a message, and whether it is learned."""
-    found = message if isinstance(message, dict) else {}
-    given = {field: value for field, value in found.items() if value not in EMPTY and field != "weight"}
-    given["content"] = found.get("content")
+    """Say what the template is given of a message, and whether it is learned."""
+    fields = message if isinstance(message, dict) else {}
+    given = {field: value for field, value in fields.items() if value not in EMPTY and field != "weight"}
+    given["content"] = fields.get("content")
     is_assistant = given.get("role") == "assistant"
     if given["content"] is None and is_assistant and "tool_calls" in given:
         given["content"] = ""  # or a template might write "None"
     if not all(isinstance(given.get(field), str) for field in ("role", "content")):
         raise DataError(f"{place} must have texts 'role' and 'content', found {message!r:.300}.")
-    weight = found.get("weight")
+    weight = fields.get("weight")
     if weight is not None and (not is_assistant or isinstance(weight, bool) or weight not in (0, 1)):
         raise DataError(f"{place}: 'weight' is {weight!r:.60}; expected 0 or 1, of an assistant's message.")
     return given, is_assistant and weight != 0
 
 
 def _conversation(messages, tools, where: str, tokenizer) -> Conversation:
-    """A conversation through the chat template; only what the assistant says is learned, its end token included."""
-    if not isinstance(messages, list) or not messages:
-        raise DataError(f"{where}: 'messages' must be a list of messages, found {messages!r:.300}.")
-    if not isinstance(tools, list | None):
-        raise DataError(f"{where}: 'tools' must be a list of tools, found {tools!r:.300}.")
-    given, learned = zip(*(_message(message, f"{where}: message {i}") for i, message in enumerate(messages)))
-    if not any(learned):
-        raise DataError(f"{where}: no message of the role 'assistant' (and 'weight' 1), so there is nothing to learn.")
-    if given[0]["role"] == "assistant":
-        raise DataError(f"{where}: message 0 is the assistant's; a conversation starts with the system or the user.")
+    """Write a conversation by the chat template; only what the assistant says is learned, its end token included."""
+    given, learned = _check_conversation(messages, tools, where)
     if not tokenizer.chat_template:
         raise DataError(f"{where}: the tokenizer has no chat template, which 'messages' need.")
 
     def render(messages, tools=tools, **kwargs) -> str:
         return tokenizer.apply_chat_template(list(messages), tools=tools or None, tokenize=False, **kwargs)
 
+    # The whole, and of each turn that is learned what is written before it and with it
     try:
         whole = render(given)
         turns = [index for index, is_learned in enumerate(learned) if is_learned]
@@ -160,6 +164,7 @@ def _conversation(messages, tools, where: str, tokenizer) -> Conversation:
         after = [render(given[: index + 1]) for index in turns]
     except Exception as error:  # whatever a template raises: Jinja errors, or its own raise_exception
         raise DataError(f"{where}: the chat template refuses these messages: {describe(error)}.") from error
+    # The difference is what the assistant says, if the rest of the conversation changes neither
     for index, start, end in zip(turns, before, after):
         if not (whole.startswith(end) and end.startswith(start)):
             raise DataError(
@@ -167,6 +172,7 @@ def _conversation(messages, tools, where: str, tokenizer) -> Conversation:
                 "follow, so what the assistant says cannot be told apart. Give each turn as a conversation of its own, "
                 "or its 'weight' as 0."
             )
+    # A part is passed over if the whole is the same without it
     for what, *without in _parts(given, tools):
         try:
             is_written = render(*without) != whole
@@ -177,8 +183,22 @@ def _conversation(messages, tools, where: str, tokenizer) -> Conversation:
     return Conversation(whole, [(len(start), len(end)) for start, end in zip(before, after)])
 
 
+def _check_conversation(messages, tools, where: str) -> tuple[tuple[dict, ...], tuple[bool, ...]]:
+    """Refuse what is no conversation; returns what the template is given of each message, and whether it is learned."""
+    if not isinstance(messages, list) or not messages:
+        raise DataError(f"{where}: 'messages' must be a list of messages, found {messages!r:.300}.")
+    if not isinstance(tools, list | None):
+        raise DataError(f"{where}: 'tools' must be a list of tools, found {tools!r:.300}.")
+    given, learned = zip(*(_message(message, f"{where}: message {i}") for i, message in enumerate(messages)))
+    if not any(learned):
+        raise DataError(f"{where}: no message of the role 'assistant' (and 'weight' 1), so there is nothing to learn.")
+    if given[0]["role"] == "assistant":
+        raise DataError(f"{where}: message 0 is the assistant's; a conversation starts with the system or the user.")
+    return given, learned
+
+
 def _parts(messages: tuple[dict, ...], tools: list | None) -> Iterator[tuple]:
-    """What a template might pass over, with the messages and tools that there are without it."""
+    """Name what a template might pass over, with the messages and tools that there are without it."""
     if tools:
         yield "'tools'", messages, None
     for field in dict.fromkeys(field for message in messages for field in message if field not in LABELS):
@@ -194,8 +214,8 @@ def _parts(messages: tuple[dict, ...], tools: list | None) -> Iterator[tuple]:
 def _texts(texts: list[str], tokenizer) -> list[Document]:
     end = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
     encoded = tokenizer(texts, add_special_tokens=True, verbose=False)["input_ids"]
-    found = [ids if ids[-1:] == end else [*ids, *end] for ids in encoded]
-    return [Document(ids, list(ids)) for ids in found]
+    ended = [ids if ids[-1:] == end else [*ids, *end] for ids in encoded]
+    return [Document(ids, list(ids)) for ids in ended]
 
 
 def _conversations(conversations: list[Conversation], tokenizer) -> list[Document]:
@@ -214,15 +234,33 @@ def _conversations(conversations: list[Conversation], tokenizer) -> list[Documen
 
 
 def _in_pieces(conversation: Conversation, tokenizer) -> Document:
-    """Each turn tokenised apart, as when it is generated, by a tokenizer that does not say where its tokens lie."""
-    document, at = Document([], []), 0
+    """Tokenise each turn apart, as when it is generated, for a tokenizer that does not say where its tokens lie."""
+    document, done = Document([], []), 0
     for start, stop in [*conversation.learned, (len(conversation.text), len(conversation.text))]:
-        for piece, learned in ((conversation.text[at:start], False), (conversation.text[start:stop], True)):
+        for piece, learned in ((conversation.text[done:start], False), (conversation.text[start:stop], True)):
             ids = tokenizer(piece, add_special_tokens=False, verbose=False)["input_ids"] if piece else []
             document.ids += ids
             document.labels += ids if learned else [IGNORED] * len(ids)
-        at = stop
+        done = stop
     return document
+
+
+def read_rows(
+    paths: Sequence[Path], tokenizer, vocab_size: int, *, length: int, packed: bool, held_out: float
+) -> tuple[list[dict[str, list[int]]], list[dict[str, list[int]]]]:
+    """Read files into rows to train on, and rows that are held out.
+
+    Raises:
+        UserError: as `read_documents`, or there is nothing to train on or nothing held out.
+    """
+    documents = read_documents(paths, tokenizer, vocab_size)
+    rows, held_out_rows = (make_rows(part, length, packed) for part in hold_out(documents, held_out))
+    if not rows or not held_out_rows:
+        raise DataError(
+            f"{', '.join(map(str, paths))}: {len(rows)} rows to train on and {len(held_out_rows)} held out; expected "
+            "some of both. Give more data or another --held-out."
+        )
+    return rows, held_out_rows
 
 
 def hold_out(documents: list[Document], share: float) -> tuple[list[Document], list[Document]]:
@@ -242,7 +280,7 @@ def hold_out(documents: list[Document], share: float) -> tuple[list[Document], l
 
 
 def make_rows(documents: Iterable[Document], length: int, packed: bool) -> list[dict[str, list[int]]]:
-    """Rows of at most `length` tokens.
+    """Make rows of at most `length` tokens.
 
     Packed, a row holds whole pieces of documents one after another: each piece goes where the least room is left for
     it. `position_ids` start again at each: from that, and from there being no `attention_mask`, transformers' masks
@@ -251,10 +289,12 @@ def make_rows(documents: Iterable[Document], length: int, packed: bool) -> list[
     pieces = [piece for document in documents for piece in document.cut(length)]
     if not packed:
         return [{"input_ids": piece.ids, "labels": piece.labels} for piece in pieces]
+    # Best fit, with the rows found by the room that they have left
     rows: list[list[Document]] = []
     rooms: list[int] = []  # how much room is left in some row, each once, in order
     rows_with: defaultdict[int, list[list[Document]]] = defaultdict(list)
     for piece in pieces:
+        # Take the row with the least room that is enough, or a new one
         place = bisect_left(rooms, len(piece.ids))
         if place == len(rooms):
             row, room = [], length
@@ -264,6 +304,7 @@ def make_rows(documents: Iterable[Document], length: int, packed: bool) -> list[
             row = rows_with[room].pop()
             if not rows_with[room]:
                 del rooms[place]
+        # Put it back under the room that it has left now
         row.append(piece)
         if room := room - len(piece.ids):
             if not rows_with[room]:
@@ -281,9 +322,9 @@ def make_rows(documents: Iterable[Document], length: int, packed: bool) -> list[
 
 @dataclass
 class Collator:
-    """Rows to a batch, padded on one side to the longest of them, or to `length`.
+    """Makes a batch of rows, padded on one side to the longest of them.
 
-    Padding of packed rows is one more sequence that nobody learns; otherwise an attention mask tells it.
+    Padding of packed rows is one more sequence, which is not learned; otherwise an attention mask leaves it out.
     """
 
     pad_token_id: int

@@ -11,49 +11,51 @@ import torch
 def mean_depth_weights(
     model, input_ids: torch.Tensor, attention_mask: torch.Tensor | None = None
 ) -> list[torch.Tensor]:
-    """The depth weights of every site `[N]`, in order, averaged over all tokens that are not padding, in float64."""
+    """Compute every site's mean depth weights `[N]`, over all tokens that are not padding, in order and in float64."""
     with torch.no_grad():
         outputs = model(
             input_ids=input_ids, attention_mask=attention_mask, output_depth_attentions=True, use_cache=False
         )
-    real = slice(None) if attention_mask is None else attention_mask.bool()
-    return [weights_BTN[real].double().flatten(0, -2).mean(0).cpu() for weights_BTN in outputs.depth_attentions]
+    real_BT = (torch.ones_like(input_ids) if attention_mask is None else attention_mask).bool()
+    return [
+        weights_BTN[real_BT.to(weights_BTN.device)].double().mean(0).cpu() for weights_BTN in outputs.depth_attentions
+    ]
 
 
 @dataclass
 class SiteStatistics:
-    """Of one site's mean weights: entropy in units of its largest possible, `reach` in sublayers back, `largest`."""
+    """What one site's mean weights are like: their entropy, relative to the largest possible, reach, and largest."""
 
     entropy_of_mean: float  # not the mean over tokens of their weights' entropies, which is no larger
-    reach: float
+    reach: float  # in sublayers back
     largest: float
 
 
 def site_statistics(config, weights: list[torch.Tensor]) -> list[SiteStatistics]:
-    """Statistics of every site from its mean weights.
+    """Compute the statistics of every site from its mean weights.
 
     Reach is the mean distance back, in sublayers: to the newest output in each source, so 1 is the sublayer before.
     A site with one source has an entropy of 1: it has no choice to lose.
     """
-    found = []
+    statistics = []
     for site, weights_N in enumerate(weights):
         distances_N = torch.tensor(
             [site + 1 - source[-1] for source in config.attn_res_layout.sources_of(site)], dtype=torch.float64
         )
         entropy = -torch.special.xlogy(weights_N, weights_N).sum()
         most = torch.tensor(len(weights_N), dtype=torch.float64).log()
-        found.append(
+        statistics.append(
             SiteStatistics(
                 entropy_of_mean=(entropy / most).item() if len(weights_N) > 1 else 1.0,
                 reach=(weights_N * distances_N).sum().item(),
                 largest=weights_N.max().item(),
             )
         )
-    return found
+    return statistics
 
 
 def mixing_matrix(config, weights: list[torch.Tensor]) -> torch.Tensor:
-    """The depth mixing matrix `[S, U]` (paper, section 6.2): how much of each output every site's input holds.
+    """Compute the depth mixing matrix `[S, U]` (paper, section 6.2): how much of each output a site's input holds.
 
     Lower triangular; a block's outputs share the block's weight. Standard residuals are all ones below the diagonal.
     """
@@ -65,7 +67,7 @@ def mixing_matrix(config, weights: list[torch.Tensor]) -> torch.Tensor:
 
 
 def semiseparable_rank(matrix_SU: torch.Tensor, share: float = 0.99) -> tuple[int, float]:
-    """The semiseparable rank of a lower triangular matrix, and its effective one.
+    """Compute the semiseparable rank of a lower triangular matrix, and its effective one.
 
     The rank is the largest of any block below the diagonal, `matrix[j:, :j + 1]`: 1 for standard residuals. The
     effective one counts, in the same blocks, the singular values that hold `share` of the squared norm, on average.

@@ -3,154 +3,87 @@
 import contextlib
 import json
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import Literal
 
 import torch
-from accelerate import PartialState
-from peft import LoraConfig, get_peft_model, prepare_model_for_kbit_training
+from peft import LoraConfig, PeftModel, get_peft_model, prepare_model_for_kbit_training
 from peft.utils.constants import DUMMY_TARGET_MODULES
 from torch import nn
-from torch.nn.functional import cross_entropy
-from transformers import BitsAndBytesConfig, PreTrainedConfig, PreTrainedModel, Trainer, TrainingArguments, set_seed
-from transformers.trainer_utils import rotate_checkpoints
-
-from common.errors import describe, reading
-from common.files import complete_or_absent, whole_file
-from modeling_attnres import is_depth_parameter
-
-from .checkpoints import (
-    COMPLETE,
-    RECIPE,
-    checkpoint_to_resume,
-    claimed,
-    describe_run,
-    last_complete_checkpoint,
-    writing,
+from transformers import (
+    BitsAndBytesConfig,
+    PreTrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+    Trainer,
+    set_seed,
 )
-from .data import IGNORED, Collator, DataError, hold_out, make_rows, read_documents
+
+from common.errors import reading
+from common.files import complete_or_absent, whole_file
+
+from .checkpoints import RECIPE, checkpoint_to_resume, claimed, describe_run, writing
+from .data import Collator, read_rows
 from .loading import TrainingError, load_attnres_config, load_tokenizer, load_weights
 from .monitor import DepthMonitor
+from .options import Arguments
+from .trainer import DepthTrainer, telling_how_to_continue, train_and_evaluate
 
 
+ADAPTER = "adapter"  # the folder that is there when a run is finished
 COUNTS = ("per_device_train_batch_size", "per_device_eval_batch_size", "gradient_accumulation_steps")
 MIXERS = ("self_attn", "linear_attn", "mamba")  # what attention, or what stands in its place, is called in a layer
+PROBE = 128  # tokens of the first held-out row that the monitor reads depth weights of
 
 
 @dataclass
 class Recipe:
-    """What to train on what; how long, how fast and where is said by transformers' `TrainingArguments`.
+    """What to train on what; how long, how fast and where is said by `training.options.Arguments`."""
 
-    Args:
-        model: a local folder or hub id of a model with Attention Residuals.
-        data: files, see `training.data`.
-        lora: `"all-linear"`, `"attention"`, `"experts"` or `"none"`.
-        depth: train the depth parameters in full; `None`: where the model has any.
-        depth_lr: their learning rate; weight decay never applies to them.
-        control: load the model with standard residuals (`attn_res_mode="none"`).
-        quantise: `"4bit"` or `"8bit"` for the frozen weights, with bitsandbytes.
-        trust_remote_code: let a tokenizer that is code beside the checkpoint run (Kimi's is).
-    """
+    _argument_group_name = "recipe"
 
-    model: str
-    data: Sequence[Path]
-    lora: str = "all-linear"
-    rank: int = 16
-    alpha: int = 32
-    dora: bool = False
-    rslora: bool = False
-    depth: bool | None = None
-    depth_lr: float = 1e-4
-    length: int = 512
-    packed: bool = True
-    held_out: float = 0.05
-    control: bool = False
-    quantise: str | None = None
-    trust_remote_code: bool = False
-
-
-class DepthTrainer(Trainer):
-    """Trainer with a group of its own for the depth parameters.
-
-    Its held-out loss is that of a token, and its checkpoints say when they are complete.
-    """
-
-    def __init__(self, *args, depth_lr: float, **kwargs):
-        super().__init__(*args, **kwargs)
-        self.depth_lr = depth_lr
-        self.losses: list[torch.Tensor] = []  # of rows that are held out: the sum over learned tokens, and their number
-
-    def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
-        created = self.optimizer is None
-        optimizer = super().create_optimizer(model)
-        if created:
-            named = (self.model if model is None else model).named_parameters()
-            depth = {
-                id(parameter): parameter
-                for name, parameter in named
-                if is_depth_parameter(name) and parameter.requires_grad
-            }
-            for group in optimizer.param_groups:
-                group["params"] = [parameter for parameter in group["params"] if id(parameter) not in depth]
-            if depth:
-                optimizer.add_param_group({"params": list(depth.values()), "lr": self.depth_lr, "weight_decay": 0.0})
-            optimizer.param_groups[:] = [group for group in optimizer.param_groups if group["params"]]
-        return optimizer
-
-    def _run_epoch(self, *args, **kwargs) -> None:
-        """Take no step more where a run is resumed from its last one, as Trainer would."""
-        if self.state.global_step < self.state.max_steps:
-            super()._run_epoch(*args, **kwargs)
-
-    def evaluation_loop(self, *args, metric_key_prefix: str = "eval", **kwargs):
-        """Give the mean over all learned tokens: Trainer's own is one of batches, and depends on their size."""
-        self.losses.clear()
-        output = super().evaluation_loop(*args, metric_key_prefix=metric_key_prefix, **kwargs)
-        total, tokens = torch.cat(self.losses).cpu().double().sum(0).tolist()
-        output.metrics[f"{metric_key_prefix}_loss"] = total / tokens
-        return output
-
-    def prediction_step(self, model, inputs, prediction_loss_only, ignore_keys=None) -> tuple[None, None, None]:
-        """Keep the losses of a batch's rows, of all processes; `gather_for_metrics` leaves out rows that come twice."""
-        inputs = self._prepare_inputs(inputs)
-        labels_BT = inputs.pop("labels")
-        with torch.no_grad(), self.compute_loss_context_manager():
-            logits_BTV = model(**inputs).logits
-        rows = [
-            torch.stack(
-                [cross_entropy(logits[:-1].float(), labels[1:], reduction="sum"), (labels[1:] != IGNORED).sum()]
-            )
-            for logits, labels in zip(logits_BTV, labels_BT, strict=True)
-        ]
-        self.losses.append(self.accelerator.gather_for_metrics(torch.stack(rows)))
-        return None, None, None
-
-    def _load_from_checkpoint(self, resume_from_checkpoint, model=None) -> None:
-        with reading(resume_from_checkpoint):
-            super()._load_from_checkpoint(resume_from_checkpoint, model)
-
-    def _load_optimizer_and_scheduler(self, checkpoint) -> None:
-        with reading(checkpoint):
-            super()._load_optimizer_and_scheduler(checkpoint)
-
-    def _save_checkpoint(self, model, trial) -> None:
-        """Mark a checkpoint, which Trainer writes file by file under its final name; only then remove older ones."""
-        limit, self.args.save_total_limit = self.args.save_total_limit, None
-        path = Path(self.args.output_dir) / f"checkpoint-{self.state.global_step}"
-        try:
-            with writing(path):
-                super()._save_checkpoint(model, trial)
-        finally:
-            self.args.save_total_limit = limit
-        PartialState().wait_for_everyone()  # each process wrote its part
-        if self.args.should_save:
-            (path / COMPLETE).touch()
-            rotate_checkpoints(self.args.output_dir, limit, self.state.best_model_checkpoint)
+    model: str = field(metadata={"help": "A local folder or hub id of a model with Attention Residuals."})
+    data: list[Path] = field(
+        metadata={"help": "Files: .jsonl with 'text' or 'messages', any other is one text.", "action": "extend"}
+    )
+    lora: Literal["all-linear", "attention", "experts", "none"] = field(
+        default="all-linear", metadata={"help": "The modules that LoRA adapts."}
+    )
+    rank: int = field(default=16, metadata={"help": "LoRA's rank."})
+    alpha: int = field(default=32, metadata={"help": "LoRA's alpha."})
+    dora: bool = field(default=False, metadata={"help": "Use weight-decomposed LoRA (DoRA)."})
+    rslora: bool = field(default=False, metadata={"help": "Scale LoRA by alpha / √rank."})
+    depth: bool | None = field(
+        default=None,
+        metadata={
+            "help": "Train the depth parameters, in full. Neither this nor --no-depth: where the model has any.",
+            "nargs": "?",
+            "const": True,
+        },
+    )
+    depth_lr: float = field(
+        default=1e-4,
+        metadata={"help": "The learning rate of the depth parameters; weight decay never applies to them."},
+    )
+    length: int = field(default=512, metadata={"help": "The number of tokens per row, at most."})
+    packed: bool = field(
+        default=True, metadata={"help": "Whether several texts, which do not see each other, share a row."}
+    )
+    held_out: float = field(
+        default=0.05, metadata={"help": "The share of tokens, the last ones, that measure the held-out loss."}
+    )
+    control: bool = field(default=False, metadata={"help": "Load the model with standard residuals, for comparison."})
+    quantise: Literal["4bit", "8bit"] | None = field(
+        default=None, metadata={"help": "Quantise the frozen weights (with bitsandbytes)."}
+    )
+    trust_remote_code: bool = field(
+        default=False, metadata={"help": "Run the code of a tokenizer that lies beside the checkpoint."}
+    )
 
 
-def load_model(recipe: Recipe, config, dtype: torch.dtype) -> PreTrainedModel:
-    """The model to be fine-tuned, frozen weights quantised if asked."""
+def load_model(recipe: Recipe, config: PreTrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
+    """Load the model to be fine-tuned, with its frozen weights quantised if asked."""
     kwargs = {}
     if recipe.control:
         config.attn_res_mode = "none"
@@ -167,18 +100,20 @@ def load_model(recipe: Recipe, config, dtype: torch.dtype) -> PreTrainedModel:
 
 
 def lora_config(recipe: Recipe, model: PreTrainedModel) -> LoraConfig:
-    """What PEFT trains of this model.
+    """Say what PEFT trains of this model.
 
     Raises:
         TrainingError: there is nothing to train, or no experts to adapt.
     """
     depth = has_depth(recipe, model.config)
+    # Modules are adapted by name; experts are one tensor per layer, which PEFT calls a parameter
     targets, parameters = {
         "all-linear": ("all-linear", None),
         "attention": (_linear_layers_of_attention(model), None),
         "experts": ([], _expert_parameters(model)),
         "none": (DUMMY_TARGET_MODULES, None),
     }[recipe.lora]
+    # Of what was asked for, nothing may be left
     if recipe.lora == "experts" and not parameters:
         raise TrainingError(f"--lora experts: {recipe.model} ({model.config.model_type}) has no experts.")
     if recipe.lora == "none" and not depth:
@@ -195,8 +130,12 @@ def lora_config(recipe: Recipe, model: PreTrainedModel) -> LoraConfig:
     )
 
 
-def has_depth(recipe: Recipe, config) -> bool:
-    """Whether depth parameters are trained."""
+def has_depth(recipe: Recipe, config: PreTrainedConfig) -> bool:
+    """Tell whether depth parameters are trained.
+
+    Raises:
+        TrainingError: they are asked for, and there are none.
+    """
     exists = not recipe.control and config.attn_res_mode != "none"
     if recipe.depth and not exists:
         raise TrainingError("--depth: a model with standard residuals has no depth parameters to train.")
@@ -220,9 +159,10 @@ def _expert_parameters(model: PreTrainedModel) -> list[str]:
     )
 
 
-def check_arguments(recipe: Recipe, arguments: TrainingArguments) -> PreTrainedConfig:
+def check_arguments(recipe: Recipe, arguments: Arguments) -> PreTrainedConfig:
     """Refuse what cannot work before data is read; returns the model's config."""
     config = load_attnres_config(recipe.model)
+    # Numbers out of range
     if not 0 < recipe.held_out < 1:
         raise TrainingError(f"--held-out must lie between 0 and 1, got {recipe.held_out}.")
     if recipe.length < 2:
@@ -236,11 +176,13 @@ def check_arguments(recipe: Recipe, arguments: TrainingArguments) -> PreTrainedC
     ):
         if value < 1:
             raise TrainingError(f"{name} must be at least 1, got {value}.")
+    # Options of Trainer that are checked late, or that it would fail on
     if arguments.metric_for_best_model not in (None, "loss", "eval_loss"):
         raise TrainingError(f"--metric_for_best_model {arguments.metric_for_best_model}: only 'loss' is measured.")
     with reading("an option of the optimiser"):  # as it checks them itself
         optimiser, settings = Trainer.get_optimizer_cls_and_kwargs(arguments)
         optimiser([nn.Parameter(torch.zeros(1))], **settings)
+    # What this model cannot be trained with
     if recipe.packed and "linear_attention" in getattr(config, "layer_types", []):
         raise TrainingError(
             f"--packed: the linear attention of {config.model_type} carries its state from one packed text into the "
@@ -256,36 +198,71 @@ def check_arguments(recipe: Recipe, arguments: TrainingArguments) -> PreTrainedC
     return config
 
 
-def finetune_model(recipe: Recipe, arguments: TrainingArguments, resume: bool) -> dict:
+def finetune_model(recipe: Recipe, arguments: Arguments) -> dict:
     """Train, and write `adapter/` and `result.json` to the output folder, together; returns the result.
+
+    Example:
+        ```python
+        from pathlib import Path
+
+        from training.finetune import Recipe, finetune_model
+        from training.options import Arguments
+
+        recipe = Recipe(model="ported", data=[Path("LICENSE")], length=128)
+        result = finetune_model(recipe, Arguments(output_dir="tuned", max_steps=3, learning_rate=2e-4))
+        print(result["held_out_loss"])
+        ```
 
     Raises:
         UserError: before a model is loaded, but for a file that cannot be written.
     """
     config = check_arguments(recipe, arguments)
-    with claimed(Path(arguments.output_dir)) if arguments.should_save else contextlib.nullcontext():
-        return _finetune(recipe, arguments, config, resume)
+    with contextlib.ExitStack() as stack:
+        if arguments.should_save:
+            stack.enter_context(claimed(Path(arguments.output_dir)))
+        return _finetune(recipe, arguments, config)
 
 
-def _finetune(recipe: Recipe, arguments: TrainingArguments, config: PreTrainedConfig, resume: bool) -> dict:
+def _finetune(recipe: Recipe, arguments: Arguments, config: PreTrainedConfig) -> dict:
     output = Path(arguments.output_dir)
-    if (output / "adapter").exists():
-        raise TrainingError(f"{output / 'adapter'} exists: this run is finished. Choose another --output.")
-    tokenizer = load_tokenizer(recipe.model, recipe.trust_remote_code)
-    documents = read_documents(recipe.data, tokenizer, config.vocab_size)
-    training, held_out = hold_out(documents, recipe.held_out)
-    rows = make_rows(training, recipe.length, recipe.packed)
-    held_out_rows = make_rows(held_out, recipe.length, recipe.packed)
-    if not rows or not held_out_rows:
-        raise DataError(
-            f"{', '.join(map(str, recipe.data))}: {len(rows)} rows to train on and {len(held_out_rows)} held out; "
-            "expected some of both. Give more data or another --held-out."
-        )
-    settings = {name: _plain(value) for name, value in vars(recipe).items()}
-    run = describe_run(settings | {"depth": has_depth(recipe, config)}, arguments)
-    checkpoint = checkpoint_to_resume(output, resume, run, arguments.should_save)
+    if (output / ADAPTER).exists():
+        raise TrainingError(f"{output / ADAPTER} exists: this run is finished. Choose another --output.")
 
+    # The data, which is read before anything is written
+    tokenizer = load_tokenizer(recipe.model, recipe.trust_remote_code)
+    how = {"length": recipe.length, "packed": recipe.packed, "held_out": recipe.held_out}
+    rows, held_out_rows = read_rows(recipe.data, tokenizer, config.vocab_size, **how)
+    settings = asdict(recipe) | {"data": [str(path) for path in recipe.data]}
+    run = describe_run(settings | {"depth": has_depth(recipe, config)}, arguments)
+    checkpoint = checkpoint_to_resume(output, arguments.resume_from_checkpoint, run, arguments.should_save)
+
+    # The model
     set_seed(arguments.seed)
+    model = load_adapted_model(recipe, arguments, config)
+    model.print_trainable_parameters()
+
+    # The trainer
+    trainer = make_trainer(recipe, arguments, model, tokenizer, rows, held_out_rows)
+
+    # The result
+    with telling_how_to_continue(trainer):
+        losses = train_and_evaluate(trainer, checkpoint)
+        result = {
+            "held_out_loss": losses,
+            "steps": trainer.state.global_step,
+            "rows": {"training": len(rows), "held_out": len(held_out_rows)},
+            "recipe": settings,
+            "log": trainer.state.log_history,
+        }
+        save(trainer, output, result, run)
+    if arguments.should_save:
+        before, after, steps = losses["before"], losses["after"], result["steps"]
+        print(f"held-out loss: {before:.4f} before, {after:.4f} after {steps} steps; {output / ADAPTER}")
+    return result
+
+
+def load_adapted_model(recipe: Recipe, arguments: Arguments, config: PreTrainedConfig) -> PeftModel:
+    """Load the model with what PEFT trains of it."""
     dtype = torch.bfloat16 if arguments.bf16 and recipe.quantise is None else torch.float32
     base = load_model(recipe, config, dtype)
     if recipe.quantise is not None:
@@ -293,46 +270,35 @@ def _finetune(recipe: Recipe, arguments: TrainingArguments, config: PreTrainedCo
     model = get_peft_model(base, lora_config(recipe, base))
     if arguments.activation_checkpointing and (arguments.activation_checkpointing_kwargs or {}).get("use_reentrant"):
         model.enable_input_require_grads()
-    model.print_trainable_parameters()
+    return model
 
-    padding = tokenizer.pad_token_id
+
+def make_trainer(
+    recipe: Recipe,
+    arguments: Arguments,
+    model: PeftModel,
+    tokenizer: PreTrainedTokenizerBase,
+    rows: list[dict],
+    held_out_rows: list[dict],
+) -> DepthTrainer:
+    """Make the trainer of a model, with a monitor where the model has depth attention."""
+    config, padding = model.config, tokenizer.pad_token_id
+    monitor = None
+    if config.attn_res_mode != "none":
+        probe = torch.tensor([held_out_rows[0]["input_ids"][:PROBE]])
+        monitor = DepthMonitor(probe, moves=has_depth(recipe, config))
+    # Padding is not read, but must have an embedding
+    collator = Collator(padding if padding is not None and padding < config.vocab_size else 0)
     with reading("TrainingArguments"):
-        trainer = DepthTrainer(
+        return DepthTrainer(
             model,
             arguments,
-            data_collator=Collator(padding if padding is not None and padding < config.vocab_size else 0),
+            data_collator=collator,
             train_dataset=rows,
             eval_dataset=held_out_rows,
             depth_lr=recipe.depth_lr,
+            monitor=monitor,
         )
-    if not recipe.control and config.attn_res_mode != "none":
-        probe = torch.tensor([held_out_rows[0]["input_ids"][:128]])
-        DepthMonitor(probe, moves=has_depth(recipe, config)).attach(trainer)
-    # Trainer measures it, not `evaluate()` before `train()`: that would leave the model without DDP or FSDP
-    trainer.args.eval_on_start = checkpoint is None
-    try:
-        trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
-        before = next(entry["eval_loss"] for entry in trainer.state.log_history if "eval_loss" in entry)
-        after = trainer.evaluate()["eval_loss"]
-        if not math.isfinite(after):
-            raise TrainingError(f"The held-out loss ended at {after}: nothing was saved. Try a lower --learning_rate.")
-        result = {
-            "held_out_loss": {"before": before, "after": after},
-            "steps": trainer.state.global_step,
-            "rows": {"training": len(rows), "held_out": len(held_out_rows)},
-            "recipe": settings,
-            "log": trainer.state.log_history,
-        }
-        save(trainer, output, result, run)
-    except (OSError, torch.OutOfMemoryError) as error:
-        kept = last_complete_checkpoint(output)
-        way_on = "No checkpoint is complete." if kept is None else f"{kept.name} is complete: continue with --resume."
-        step = trainer.state.global_step
-        raise TrainingError(f"training stopped at step {step}: {describe(error)}. {way_on}") from error
-    if trainer.args.should_save:
-        steps, where = result["steps"], output / "adapter"
-        print(f"held-out loss: {before:.4f} before, {after:.4f} after {steps} steps; {where}")
-    return result
 
 
 def save(trainer: Trainer, output: Path, result: dict, run: dict) -> None:
@@ -340,12 +306,8 @@ def save(trainer: Trainer, output: Path, result: dict, run: dict) -> None:
     state = trainer.accelerator.get_state_dict(trainer.model) if trainer.is_fsdp_enabled else None  # by all processes
     if not trainer.args.should_save:
         return
-    with complete_or_absent(output / "adapter") as folder, writing(output / "adapter"):
+    with complete_or_absent(output / ADAPTER) as folder, writing(output / ADAPTER):
         trainer.accelerator.unwrap_model(trainer.model).save_pretrained(folder, state_dict=state)
         (folder / RECIPE).write_text(json.dumps(run, indent=1) + "\n")
         with whole_file(output / "result.json") as file:
             file.write_text(json.dumps(result, indent=1) + "\n")
-
-
-def _plain(value):
-    return [str(entry) for entry in value] if isinstance(value, list | tuple) else value

@@ -18,7 +18,7 @@ class TrainingError(UserError):
 
 
 def load_config(path: str | Path) -> PreTrainedConfig:
-    """The config of a model.
+    """Load the config of a model.
 
     Raises:
         UserError: it cannot be read, is that of an adapter, or has a number that is not finite.
@@ -36,7 +36,7 @@ def load_config(path: str | Path) -> PreTrainedConfig:
 
 
 def load_attnres_config(path: str | Path) -> PreTrainedConfig:
-    """The config of a model with Attention Residuals.
+    """Load the config of a model with Attention Residuals.
 
     Raises:
         UserError: as `load_config`, or the model has none.
@@ -51,23 +51,23 @@ def load_attnres_config(path: str | Path) -> PreTrainedConfig:
 
 
 def load_weights(path: str | Path, config: PreTrainedConfig, **kwargs) -> PreTrainedModel:
-    """The model at a path, as a config describes it.
+    """Load the model at a path, as a config describes it.
 
     Raises:
         UserError: its weights cannot be read, or some are missing or of another shape: transformers would make them up.
     """
-    how = {"output_loading_info": True, "ignore_mismatched_sizes": True, "trust_remote_code": False}
+    kwargs |= {"output_loading_info": True, "ignore_mismatched_sizes": True, "trust_remote_code": False}
     with reading(path):
-        model, found = AutoModelForCausalLM.from_pretrained(path, config=config, **how, **kwargs)
-    for name, shape, expected in sorted(found["mismatched_keys"]):
+        model, info = AutoModelForCausalLM.from_pretrained(path, config=config, **kwargs)
+    for name, shape, expected in sorted(info["mismatched_keys"]):
         raise TrainingError(f"{path}: {name} has shape {list(shape)}, but {CONFIG_NAME} implies {list(expected)}.")
-    if missing := sorted(found["missing_keys"]):
+    if missing := sorted(info["missing_keys"]):
         raise TrainingError(f"{path}: {missing[0]} is missing, one of {len(missing)}, which {CONFIG_NAME} implies.")
     return model
 
 
 def load_tokenizer(path: str | Path, trust_remote_code: bool):
-    """The tokenizer of a checkpoint.
+    """Load the tokenizer of a checkpoint.
 
     Raises:
         UserError: there is none, or it is code that was not allowed to run.

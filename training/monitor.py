@@ -1,26 +1,24 @@
-"""A Trainer callback that logs what depth attention does as it trains, and warns when it does nothing or too much."""
+"""What depth attention does as it trains: measured for the log, with warnings when it does nothing or too much."""
 
-import math
 import warnings
 from statistics import mean
 
 import torch
-from transformers import Trainer, TrainerCallback
+from transformers import TrainerCallback
 
 from modeling_attnres import is_depth_parameter
 
-from .depth import mean_depth_weights, site_statistics
+from .depth import SiteStatistics, mean_depth_weights, site_statistics
 
 
 class DepthMonitor(TrainerCallback):
-    """Adds to every log: `depth/query_norm_mean`, `…_max`, `depth/entropy_of_mean`, `depth/reach`,
-    `depth/largest_weight`.
+    """Measures `depth/query_norm_mean`, `…_max`, `depth/entropy_of_mean`, `depth/reach` and `depth/largest_weight`.
 
-    Entropy (of a site's mean weights) and reach are means over sites of their values on one probe text
-    (`training.depth.site_statistics`).
-    Whatever tracker Trainer reports to receives them. Warns, and says what to try, when
+    `training.trainer.DepthTrainer` adds them to the log of every training loss, so that whatever tracker it reports to
+    receives them. Entropy (of a site's mean weights) and reach are means over sites of their values on one probe text
+    (`training.depth.site_statistics`). Warns, and says what to try, when
 
-    - queries are where they were after `patience` logs,
+    - queries have not moved after `patience` logs,
     - a site puts more than `collapsed` of its weight on one of several sources,
     - a loss is not finite (training stops).
 
@@ -33,48 +31,44 @@ class DepthMonitor(TrainerCallback):
 
     def __init__(self, probe_ids: torch.Tensor, moves: bool = True):
         self.probe_ids, self.moves = probe_ids, moves
-        self.at_start: torch.Tensor | None = None
-        self.logs = 0
+        self.norms_at_start: torch.Tensor | None = None
+        self.measurements = 0
         self.warned: set[str] = set()
 
-    def attach(self, trainer: Trainer) -> None:
-        """Add it to a trainer, ahead of the trackers, which then see what it adds."""
-        trainer.callback_handler.callbacks.insert(0, self)
-
     def on_train_begin(self, args, state, control, model=None, **kwargs):
-        self.at_start = query_norms(model)
+        """Remember the queries' norms."""
+        self.norms_at_start = query_norms(model)
 
-    def on_log(self, args, state, control, model=None, logs=None, **kwargs):
-        loss = logs.get("loss", logs.get("eval_loss", 0.0))
-        if not math.isfinite(loss):
-            self._warn(
-                "loss",
-                f"The loss at step {state.global_step} is {loss}. Training stops. Try a lower --learning_rate or "
-                "--depth-lr, --warmup_steps, --max_grad_norm 1, or bf16 in place of fp16.",
-            )
-            control.should_training_stop = True
-            return control
-        if "loss" not in logs or model is None:
-            return control
+    def measure(self, model, step: int) -> dict[str, float]:
+        """Measure what is to be logged of a model after a step, and warn of what is wrong with it."""
         norms = query_norms(model)
-        weights = self._probe(model)
-        choices = [
-            (site, one) for site, one in enumerate(site_statistics(model.config, weights)) if len(weights[site]) > 1
-        ]
-        added = {
+        weights = self._weights_of_probe(model)
+        # A site with one source has no choice, so nothing to measure
+        statistics = {
+            site: of_site
+            for site, of_site in enumerate(site_statistics(model.config, weights))
+            if len(weights[site]) > 1
+        }
+        self.measurements += 1
+        self._warn_of_queries(step, norms)
+        self._warn_of_sites(step, statistics)
+        return {
             "depth/query_norm_mean": norms.mean().item(),
             "depth/query_norm_max": norms.max().item(),
-            "depth/entropy_of_mean": mean(one.entropy_of_mean for _, one in choices),
-            "depth/reach": mean(one.reach for _, one in choices),
-            "depth/largest_weight": max(one.largest for _, one in choices),
+            "depth/entropy_of_mean": mean(of_site.entropy_of_mean for of_site in statistics.values()),
+            "depth/reach": mean(of_site.reach for of_site in statistics.values()),
+            "depth/largest_weight": max(of_site.largest for of_site in statistics.values()),
         }
-        logs.update(added)
-        if state.log_history:
-            state.log_history[-1].update(added)
-        self._judge(state.global_step, norms, choices)
-        return control
 
-    def _probe(self, model) -> list[torch.Tensor]:
+    def warn_of_loss(self, loss: float, step: int) -> None:
+        """Warn of a loss that is not finite."""
+        self._warn(
+            "loss",
+            f"The loss at step {step} is {loss}. Training stops. Try a lower --learning_rate or --depth-lr, "
+            "--warmup_steps, --max_grad_norm 1, or bf16 in place of fp16.",
+        )
+
+    def _weights_of_probe(self, model) -> list[torch.Tensor]:
         training = model.training
         model.eval()
         try:
@@ -82,32 +76,34 @@ class DepthMonitor(TrainerCallback):
         finally:
             model.train(training)
 
-    def _judge(self, step: int, norms: torch.Tensor, choices: list) -> None:
-        self.logs += 1
-        if self.moves and self.at_start is not None and self.logs >= self.patience:
-            moved = (norms - self.at_start).abs().max().item()
-            if moved < 1e-6:
-                self._warn(
-                    "queries",
-                    f"After {step} steps no pseudo-query has moved (largest change of a norm {moved:.1e}). Try a "
-                    "higher --depth-lr, and check that the depth parameters are trained (no --no-depth).",
-                )
-        for site, one in choices:
-            if one.largest > self.collapsed:
+    def _warn_of_queries(self, step: int, norms: torch.Tensor) -> None:
+        if not self.moves or self.norms_at_start is None or self.measurements < self.patience:
+            return
+        moved = (norms - self.norms_at_start).abs().max().item()
+        if moved < 1e-6:
+            self._warn(
+                "queries",
+                f"After {step} steps no pseudo-query has moved (largest change of a norm {moved:.1e}). Try a "
+                "higher --depth-lr, and check that the depth parameters are trained (no --no-depth).",
+            )
+
+    def _warn_of_sites(self, step: int, statistics: dict[int, SiteStatistics]) -> None:
+        for site, of_site in statistics.items():
+            if of_site.largest > self.collapsed:
                 self._warn(
                     f"site {site}",
-                    f"At step {step} site {site} (decoder layer {site // 2}) puts {one.largest:.4f} of its weight on "
-                    "one source. Try a lower --depth-lr, or a longer warmup.",
+                    f"At step {step} site {site} (decoder layer {site // 2}) puts {of_site.largest:.4f} of its weight "
+                    "on one source. Try a lower --depth-lr, or a longer warmup.",
                 )
 
-    def _warn(self, about: str, message: str) -> None:
-        if about not in self.warned:  # once each
-            self.warned.add(about)
+    def _warn(self, subject: str, message: str) -> None:
+        if subject not in self.warned:  # once each
+            self.warned.add(subject)
             warnings.warn(message, stacklevel=3)
 
 
 def query_norms(model) -> torch.Tensor:
-    """The norms of all pseudo-queries `[S]`, whichever way the model is wrapped: an adapter's where it has its own."""
+    """Compute the norms of all pseudo-queries `[S]`, of any wrapped model: an adapter's where it has its own."""
     query_SD = next(
         parameter
         for name, parameter in model.named_parameters()

@@ -19,6 +19,7 @@ def draw_depth_weights(weights: list[list[float]], path: Path, caption: str) -> 
         path: the PNG to write.
         caption: what a reader should know.
     """
+    # A row per decoder layer, as wide as the most sources; what a site does not read stays blank
     output = weights[-1]
     figure, axes = plt.subplots(1, 2, figsize=(11, 8), sharey=True, layout="constrained")
     for axis, first, name in zip(axes, (0, 1), ("attention", "MLP"), strict=True):
@@ -31,6 +32,7 @@ def draw_depth_weights(weights: list[list[float]], path: Path, caption: str) -> 
         axis.set_xlabel("source (0: embedding, then blocks, the running sum last)")
         axis.set_xticks(range(0, len(output), max(1, len(output) // 16)))
         axis.set_yticks(range(len(rows)), [*map(str, range(len(rows) - 1)), "output"])
+    # What both maps share
     axes[0].set_ylabel("decoder layer")
     figure.colorbar(image, ax=axes, label="depth weight, mean over the text's tokens", shrink=0.6)
     figure.suptitle(caption, fontsize=11)
@@ -39,7 +41,7 @@ def draw_depth_weights(weights: list[list[float]], path: Path, caption: str) -> 
 
 
 def draw_by_layer(curves: dict[str, dict[str, list[float]]], path: Path, caption: str) -> None:
-    """Draw one panel a quantity, one curve a model, over decoder layers."""
+    """Draw one panel per quantity and one curve per model, over decoder layers."""
     figure, axes = plt.subplots(1, len(curves), figsize=(5.5 * len(curves), 4), squeeze=False, layout="constrained")
     for axis, (quantity, of_models) in zip(axes[0], curves.items(), strict=True):
         for name, values in of_models.items():
@@ -54,7 +56,7 @@ def draw_by_layer(curves: dict[str, dict[str, list[float]]], path: Path, caption
 
 
 def draw_sites(statistics: dict[str, list[float]], path: Path, caption: str) -> None:
-    """Draw one panel a statistic: attention and MLP sites over decoder layers."""
+    """Draw one panel per statistic: attention and MLP sites over decoder layers."""
     figure, axes = plt.subplots(
         1, len(statistics), figsize=(5.5 * len(statistics), 4), squeeze=False, layout="constrained"
     )

@@ -1,4 +1,4 @@
-"""GPQA's choices in an order that belongs to the question, however often and in whatever order questions are read."""
+"""Order GPQA's choices by a shuffle that depends on the question alone, so that every reading gives the same."""
 
 import random
 

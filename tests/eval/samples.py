@@ -87,8 +87,9 @@ def _gsm8k(split: str) -> list[dict]:
 
 def _mgsm(split: str) -> list[dict]:
     worked = "Step-by-Step Answer: It is 7. The answer is 7." if split == "train" else None
+    prefix = "Question: " if worked else ""
     return [
-        {"question": f"{'Question: ' * bool(worked)}{split} sum {i}", "answer": worked, "answer_number": i + 7}
+        {"question": f"{prefix}{split} sum {i}", "answer": worked, "answer_number": i + 7}
         for i in range(8 if worked else 2)
     ]
 

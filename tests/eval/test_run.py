@@ -100,9 +100,12 @@ def test_what_has_finished_is_not_run_again(save_model, data_folder, tmp_path, m
     _, (first,) = run_benchmarks(subjects, NAMES[:1], SHORT, tmp_path, data_folder)
     ran = []
     evaluate = eval.run.simple_evaluate
-    monkeypatch.setattr(
-        eval.run, "simple_evaluate", lambda *a, tasks, **k: (ran.append(tasks), evaluate(*a, tasks=tasks, **k))[1]
-    )
+
+    def record(model, tasks, **arguments):
+        ran.append(tasks)
+        return evaluate(model, tasks=tasks, **arguments)
+
+    monkeypatch.setattr(eval.run, "simple_evaluate", record)
     benchmarks, (both,) = run_benchmarks(subjects, NAMES[:2], SHORT, tmp_path, data_folder)
     assert len(ran) == 1
     monkeypatch.setattr(eval.run, "_load", None)  # nothing left: no model is loaded
@@ -441,14 +444,18 @@ def test_code_runs_without_isolation_only_when_that_is_confirmed(save_model, dat
     arguments += [*OPTIONS.split(), tmp_path / "out", "--confirm-run-unsafe-code"]
     monkeypatch.setattr(sandbox, "_isolation", lambda: (None, "unshare: not today"))
     monkeypatch.setattr(sandbox, "_without_isolation", lambda why: None)
-    load = eval.run._load
+    load, seen = eval.run._load, []
+
+    def load_and_look(subject, settings):
+        seen.append(os.environ[sandbox.CONFIRM])
+        return load(subject, settings)
+
     monkeypatch.setattr(eval.run, "_load", None)
     result = invoke(*arguments)
     assert result.exit_code == 2
     assert "error: This system gives generated code no isolation (unshare: not today)" in result.stderr
     assert not (tmp_path / "out").exists()
-    seen = []
-    monkeypatch.setattr(eval.run, "_load", lambda *args: (seen.append(os.environ[sandbox.CONFIRM]), load(*args))[1])
+    monkeypatch.setattr(eval.run, "_load", load_and_look)
     result = invoke(*arguments, "--confirm-no-isolation")
     assert result.exit_code == 0, result.output
     assert seen == ["1"]

@@ -107,3 +107,16 @@ def test_compiled_decoding_with_a_static_cache(compile_mode):
     assert torch.equal(generate(model, ids, cache_implementation="static", disable_compile=True, **GREEDY), expected)
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] <= 3
     assert torch._dynamo.utils.counters["frames"]["total"] <= 3
+
+
+@torch.no_grad()
+def test_compiled_ahead_of_time_as_engines_do(mode):
+    """Torch binds the arguments by the signature of the function that it compiles."""
+    decoder, asked = FAMILIES[0].causal_lm(**mode).model, {"input_ids": tokens(), "use_cache": False}
+    expected = decoder(**asked).last_hidden_state
+    torch.compiler.reset()
+    options = {"guard_filter_fn": torch.compiler.skip_all_guards_unsafe}
+    with torch._dynamo.config.patch(enable_aot_compile=True):
+        to_compile = torch.compile(decoder.forward, fullgraph=True, backend="eager", options=options)
+        compiled = to_compile.aot_compile(((), asked))
+    assert torch.equal(compiled(decoder, **asked).last_hidden_state, expected)

@@ -85,6 +85,7 @@ def finetune_with_fsdp(command: list[str]) -> None:
     from training import finetune
     from training.__main__ import app
 
+    # accelerate's state is made as on accelerators, and the check that refuses FSDP on CPUs sees none
     initialise, check = AcceleratorState.__init__, finetune.check_arguments
 
     def as_on_accelerators(self, *args, fsdp_plugin=None, **kwargs):

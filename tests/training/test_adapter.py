@@ -169,6 +169,7 @@ def test_an_adapter_of_another_model_is_refused(save_model, text_file, tmp_path)
     base = save_model()
     adapter = train(base, text_file, tmp_path / "out")
     shutil.move(base, tmp_path / "own")
+    # Another model in its place
     for other, message in (
         (BY_NAME["Llama"].causal_lm(hidden_size=64), "size mismatch"),
         (BY_NAME["Llama"].causal_lm(num_hidden_layers=3), "size mismatch"),
@@ -178,6 +179,7 @@ def test_an_adapter_of_another_model_is_refused(save_model, text_file, tmp_path)
         shutil.rmtree(base, ignore_errors=True)
         other.save_pretrained(base)
         refused(message, "merge", adapter, tmp_path / "merged")
+    # Its own, but not whole
     shutil.rmtree(base)
     shutil.copytree(tmp_path / "own", base)
     for spoil, message in (

@@ -11,7 +11,7 @@ import pytest
 import torch
 from transformers import Trainer
 
-from training import finetune
+from training import finetune, trainer
 from training.__main__ import app
 from training.checkpoints import all_checkpoints, last_complete_checkpoint
 
@@ -34,9 +34,16 @@ def die_at(step, method):
     """`method` of a trainer, that kills the process at a step."""
 
     def dies(self, *args, **kwargs):
-        return (die if self.state.global_step == step else method)(self, *args, **kwargs)
+        if self.state.global_step == step:
+            die()
+        return method(self, *args, **kwargs)
 
     return dies
+
+
+def die_at_the_second_checkpoint(output, *args):
+    if len(all_checkpoints(Path(output))) > 1:
+        die()
 
 
 def run_and_die(monkeypatch, target, name, replacement, args):
@@ -57,7 +64,7 @@ KILLS = {  # where, and what is said of it
         "no checkpoint is complete, starting anew",
     ),
     "as it is to be marked": (
-        (finetune, "PartialState", die),
+        (trainer, "PartialState", die),
         "no checkpoint is complete, starting anew",
     ),
     "between checkpoints": (
@@ -65,7 +72,7 @@ KILLS = {  # where, and what is said of it
         "continuing from checkpoint-2",
     ),
     "as an older checkpoint is removed": (
-        (finetune, "rotate_checkpoints", lambda *args: all_checkpoints(Path(args[0]))[1:] and die()),
+        (trainer, "rotate_checkpoints", die_at_the_second_checkpoint),
         "continuing from checkpoint-4",
     ),
     "between adapter and result": (
@@ -155,7 +162,7 @@ def test_checkpoints_of_others_are_left_alone(save_model, text_file, tmp_path):
 
 
 def test_a_folder_has_one_run(save_model, text_file, tmp_path, monkeypatch):
-    monkeypatch.setattr("training.finetune.read_documents", lambda *_: pytest.fail("data was read"))
+    monkeypatch.setattr("training.finetune.read_rows", lambda *_, **__: pytest.fail("data was read"))
     (tmp_path / "out").mkdir()
     other = os.open(tmp_path / "out", os.O_RDONLY)
     fcntl.flock(other, fcntl.LOCK_EX)
@@ -164,13 +171,13 @@ def test_a_folder_has_one_run(save_model, text_file, tmp_path, monkeypatch):
 
 
 def test_an_older_checkpoint_goes_when_the_new_one_is_marked(save_model, text_file, tmp_path, monkeypatch):
-    seen, rotate = [], finetune.rotate_checkpoints
+    seen, rotate = [], trainer.rotate_checkpoints
 
     def watch(*args):
         seen.append([(path.name, (path / "complete").exists()) for path in all_checkpoints(tmp_path / "out")])
         return rotate(*args)
 
-    monkeypatch.setattr(finetune, "rotate_checkpoints", watch)
+    monkeypatch.setattr(trainer, "rotate_checkpoints", watch)
     succeed(*command(save_model(), text_file, tmp_path / "out", save_total_limit=1, **SAVING))
     marked = [(f"checkpoint-{step}", True) for step in (2, 4, 5)]
     assert seen == [marked[:1], marked[:2], marked[1:]]

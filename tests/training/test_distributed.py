@@ -64,7 +64,7 @@ def test_ddp_follows_the_loss_of_one_process(save_model, text_file, tmp_path):
 
 
 def test_fsdp_where_accelerate_would_not_use_it_is_refused(save_model, text_file, tmp_path):
-    args = command(save_model(), text_file, tmp_path / "out", fsdp="full_shard")
+    args = command(save_model(), text_file, tmp_path / "out", "--fsdp")
     refused("--fsdp: accelerate shards on accelerators only", *args)
 
 

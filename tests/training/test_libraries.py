@@ -135,6 +135,7 @@ def save_old_adapter(folder, config, layout: tuple, rank: int = 4) -> None:
     generator = torch.Generator().manual_seed(0)
     state = {}
 
+    # Every map has two tensors, under the name it has in its layer
     def adapt(name: str, inputs: int, outputs: int):
         for part, shape in (("lora_A", (rank, inputs)), ("lora_B", (outputs, rank))):
             tensor = torch.randn(shape, generator=generator) * 0.2
@@ -147,6 +148,7 @@ def save_old_adapter(folder, config, layout: tuple, rank: int = 4) -> None:
             adapt(gate, hidden, inner)
             adapt(up, hidden, inner)
             adapt(down, inner, hidden)
+    # The files of an adapter
     folder.mkdir()
     save_file(state, folder / "adapter_model.safetensors")
     config = LoraConfig(r=rank, lora_alpha=8, target_modules=["q_proj", *maps], task_type="CAUSAL_LM")

@@ -1,14 +1,15 @@
-"""The callback: what it logs, to whom, and when it warns."""
+"""What the monitor logs, to whom, and when it warns."""
 
 import warnings
 
 import pytest
 import torch
-from transformers import Trainer, TrainerCallback, TrainingArguments
+from transformers import TrainerCallback, TrainingArguments
 
 from tests.families import BY_NAME, tokens
 from training.depth import mean_depth_weights, site_statistics
 from training.monitor import DepthMonitor
+from training.trainer import DepthTrainer
 
 
 class Tracker(TrainerCallback):
@@ -21,15 +22,14 @@ class Tracker(TrainerCallback):
         self.seen.append(dict(logs))
 
 
-def train(tmp_path, model, monitor, rate=1e-2, steps=6, rows=None):
+def train(tmp_path, model, monitor, rate=1e-2, steps=6):
     tracker = Tracker()
     arguments = TrainingArguments(
         tmp_path / "out", max_steps=steps, logging_steps=1, learning_rate=rate, report_to="none", save_strategy="no",
         logging_nan_inf_filter=False, use_cpu=True, disable_tqdm=True, lr_scheduler_type="constant",
     )  # fmt: skip
-    rows = rows or [{"input_ids": row, "labels": row} for row in tokens(batch=8)]
-    trainer = Trainer(model, arguments, train_dataset=rows, callbacks=[tracker])
-    monitor.attach(trainer)
+    rows = [{"input_ids": row, "labels": row} for row in tokens(batch=8)]
+    trainer = DepthTrainer(model, arguments, train_dataset=rows, callbacks=[tracker], depth_lr=rate, monitor=monitor)
     trainer.train()
     return trainer, tracker
 

@@ -15,7 +15,7 @@ from training.diagnose import diagnose_model
 
 
 HERE = Path(__file__).parent
-WAYS = {
+VARIANTS = {
     "LoRA": "lora",
     "LoRA, standard residuals": "lora-standard-residuals",
     "depth queries": "depth",
@@ -25,17 +25,19 @@ SEEDS = (1, 2, 3)
 
 
 def main(work: Path) -> None:
+    """Write the report from the folder that run.sh wrote."""
     runs = {
         name: [json.loads((work / f"{folder}-{seed}/result.json").read_text()) for seed in SEEDS]
-        for name, folder in WAYS.items()
+        for name, folder in VARIANTS.items()
     }
+    # One row per variant, in the table and in results.json
     table = Table("trained", "held-out loss before", "after (mean of 3 seeds)", "change", "against LoRA, seed by seed")
     with_lora = [run["held_out_loss"]["after"] for run in runs["LoRA"]]
-    found = {}
+    results = {}
     for name, of_seeds in runs.items():
         before = [run["held_out_loss"]["before"] for run in of_seeds]
         after = [run["held_out_loss"]["after"] for run in of_seeds]
-        found[name] = {
+        results[name] = {
             "before": before,
             "after": after,
             "change": [a - b for a, b in zip(after, before)],
@@ -49,11 +51,12 @@ def main(work: Path) -> None:
             ", ".join(f"{one - other:+.4f}" for one, other in zip(after, with_lora)),
         )
     Console(width=110).print(table)
-    (HERE / "results.json").write_text(json.dumps(found, indent=1) + "\n")
+    (HERE / "results.json").write_text(json.dumps(results, indent=1) + "\n")
+    # Pictures before and after training
     for name, adapter in (("before", None), ("after", Path("lora-and-depth-1/adapter"))):
         with tempfile.TemporaryDirectory() as folder:
             with contextlib.chdir(work):  # the pictures name what they show, not where it lay
-                diagnose_model("ported", Path(folder) / "out", Path("library.txt"), adapter, None, 256)
+                diagnose_model("ported", Path(folder) / "out", text=Path("library.txt"), adapter=adapter, tokens=256)
             for picture in ("depth_weights.png", "by_layer.png"):
                 shutil.copy(Path(folder) / "out" / picture, HERE / f"{name}_{picture}")
 

@@ -19,23 +19,23 @@ pathlib.Path('$work/library.txt').write_text('\n'.join((library / name).read_tex
 "
 
 run() {
-    way=$1 seed=$2
-    output=$work/$way-$seed
+    variant=$1 seed=$2
+    output=$work/$variant-$seed
     [ -e "$output/result.json" ] && return
-    case $way in
+    case $variant in
         lora) flags=(--no-depth) ;;
         depth) flags=(--lora none) ;;
         lora-and-depth) flags=() ;;
         lora-standard-residuals) flags=(--control) ;;
     esac
     $python -m training finetune --model "$work/ported" --data "$work/library.txt" --output "$output" "${flags[@]}" \
-        --length 256 --held-out 0.02 --max_steps "$steps" --per_device_train_batch_size 2 --learning_rate 2e-4 \
-        --warmup_steps 2 --logging_steps 5 --save_strategy no --seed "$seed" --disable_tqdm True >"$output.log" 2>&1
-    echo "$way, seed $seed: $(tail -1 "$output.log")"
+        --length 256 --held-out 0.02 --max-steps "$steps" --per-device-train-batch-size 2 --learning-rate 2e-4 \
+        --warmup-steps 2 --logging-steps 5 --save-strategy no --seed "$seed" --disable-tqdm True >"$output.log" 2>&1
+    echo "$variant, seed $seed: $(tail -1 "$output.log")"
 }
 export -f run
 for seed in 1 2 3; do
-    for way in lora lora-standard-residuals depth lora-and-depth; do
-        echo "$way $seed"
+    for variant in lora lora-standard-residuals depth lora-and-depth; do
+        echo "$variant $seed"
     done
 done | xargs -P 2 -L 1 bash -c 'run "$0" "$1"'

@@ -1,0 +1,21 @@
+"""The examples in docstrings run, one after the other."""
+
+import inspect
+import re
+import textwrap
+
+from training.adapter import merge_adapter
+from training.diagnose import diagnose_model
+from training.finetune import finetune_model
+
+from .conftest import words
+
+
+def test_examples_run_one_after_the_other(save_model, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    save_model(max_position_embeddings=512).rename("ported")
+    (tmp_path / "LICENSE").write_text(words(3000))
+    for function in (finetune_model, merge_adapter, diagnose_model):
+        (code,) = re.findall(r"```python\n(.*?)```", inspect.getdoc(function), re.DOTALL)
+        exec(compile(textwrap.dedent(code), function.__name__, "exec"), {})
+    assert {"tuned", "merged", "pictures"} <= {path.name for path in tmp_path.iterdir()}

@@ -1,0 +1,109 @@
+"""Dataclasses as the options of a command: given one by one, or in a YAML or JSON file."""
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+import yaml
+from transformers import HfArgumentParser, TrainingArguments
+
+from common.errors import reading
+from common.files import check_file
+from conversion.checkpoint import read_json
+
+from .loading import TrainingError
+
+
+@dataclass
+class Arguments(TrainingArguments):
+    """transformers' TrainingArguments with this project's defaults, written as `--output` and `--resume`, too."""
+
+    _argument_group_name = "transformers' TrainingArguments"
+
+    output_dir: str = field(
+        metadata={"help": "Where adapter/, result.json and checkpoints are written.", "aliases": ["--output"]}
+    )
+    resume_from_checkpoint: bool = field(
+        default=False,
+        metadata={"help": "Continue from the last complete checkpoint in the output folder.", "aliases": ["--resume"]},
+    )
+    logging_nan_inf_filter: bool = field(
+        default=False,
+        metadata={"help": "Leave losses that are not finite out of the log. Training would not stop at one then."},
+    )
+    remove_unused_columns: bool = field(
+        default=False, metadata={"help": "Leave out of a batch what the model's forward does not take."}
+    )
+    fsdp: bool = field(
+        default=False, metadata={"help": "Shard the model over GPUs with FSDP2, which --fsdp_config tunes."}
+    )
+    dataloader_pin_memory: bool = field(
+        default=torch.accelerator.is_available(), metadata={"help": "Pin batches in memory, for an accelerator."}
+    )
+
+
+class OptionParser(HfArgumentParser):
+    """The options of a command. What is wrong with them is raised, where argparse would print them all and exit."""
+
+    def __init__(self, *dataclasses: type, **kwargs):
+        super().__init__(dataclasses, allow_abbrev=False, **kwargs)
+
+    def error(self, message: str):
+        raise ValueError(message)
+
+    def parse(self, options: list[str]) -> tuple:
+        """Make the dataclasses from options; a file of options may come first, and the options after it override it.
+
+        Raises:
+            UserError: the file cannot be read, an option is unknown or missing, or its value is wrong.
+        """
+        source = "the options"
+        if options and Path(options[0]).suffix.lower() in (".yaml", ".yml", ".json"):
+            file, *options = options
+            source = f"{file}, with the options after it,"
+            overridden = {underscored(part) for part in options if part.startswith("--")}
+            in_file = {name: value for name, value in read_options(Path(file)).items() if name not in overridden}
+            options = [*as_command(in_file), *options]
+        with reading(source):  # whatever argparse and transformers find wrong with them
+            *parsed, unknown = self.parse_args_into_dataclasses(
+                options, return_remaining_strings=True, look_for_args_file=False
+            )
+            if unknown:
+                self.error(f"unknown: {' '.join(unknown)}")
+        return tuple(parsed)
+
+
+def underscored(option: str) -> str:
+    """Name an option by its field: `--depth-lr=0` is `depth_lr`."""
+    return option.partition("=")[0].removeprefix("--").replace("-", "_")
+
+
+def read_options(path: Path) -> dict[str, object]:
+    """Read the options in a YAML or JSON file, by the names of their fields.
+
+    Raises:
+        UserError: it cannot be read, or holds anything else.
+    """
+    if path.suffix.lower() == ".json":
+        options = read_json(path, unique_keys=True)
+    else:
+        check_file(path)
+        with reading(path):
+            options = yaml.safe_load(path.read_text(encoding="utf-8"))
+    if not isinstance(options, dict):
+        raise TrainingError(f"{path}: expected options as 'name: value', found {str(options)[:60]!r}.")
+    return {underscored(str(name)): value for name, value in options.items()}
+
+
+def as_command(options: dict[str, object]) -> Iterator[str]:
+    """Write options as they are given on a command line, where argparse checks their types; null is not given."""
+    for name, value in options.items():
+        if isinstance(value, list):
+            yield f"--{name}"
+            yield from map(str, value)
+        elif isinstance(value, dict):
+            yield f"--{name}={json.dumps(value)}"
+        elif value is not None:
+            yield f"--{name}={value}"

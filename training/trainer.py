@@ -1,0 +1,154 @@
+"""transformers' Trainer for models with Attention Residuals, whatever they are trained for."""
+
+import contextlib
+import math
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+from accelerate import PartialState
+from torch import nn
+from torch.nn.functional import cross_entropy
+from transformers import Trainer
+from transformers.trainer_utils import rotate_checkpoints
+
+from common.errors import describe, reading
+from modeling_attnres import is_depth_parameter
+
+from .checkpoints import COMPLETE, last_complete_checkpoint, writing
+from .data import IGNORED
+from .loading import TrainingError
+from .monitor import DepthMonitor
+
+
+class DepthTrainer(Trainer):
+    """Trainer with an optimizer group of their own for the depth parameters, and a monitor of depth attention.
+
+    Its held-out loss is the mean per token, and its checkpoints say when they are complete.
+
+    Args:
+        depth_lr: the learning rate of the depth parameters; weight decay never applies to them.
+        monitor: what is logged of depth attention.
+    """
+
+    def __init__(self, *args, depth_lr: float, monitor: DepthMonitor | None = None, **kwargs):
+        super().__init__(*args, **kwargs)
+        self.depth_lr = depth_lr
+        self.monitor = monitor
+        if monitor is not None:
+            self.add_callback(monitor)  # which remembers where training began
+        self.losses: list[torch.Tensor] = []  # per held-out row: the sum over its learned tokens, and their number
+
+    def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
+        """Move the depth parameters to a group of their own."""
+        is_new = self.optimizer is None
+        optimizer = super().create_optimizer(model)
+        if is_new:
+            trained = self.model if model is None else model
+            depth = {
+                id(parameter): parameter
+                for name, parameter in trained.named_parameters()
+                if is_depth_parameter(name) and parameter.requires_grad
+            }
+            for group in optimizer.param_groups:
+                group["params"] = [parameter for parameter in group["params"] if id(parameter) not in depth]
+            if depth:
+                optimizer.add_param_group({"params": list(depth.values()), "lr": self.depth_lr, "weight_decay": 0.0})
+            optimizer.param_groups[:] = [group for group in optimizer.param_groups if group["params"]]
+        return optimizer
+
+    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
+        """Add what the monitor measures to the log of a training loss; stop at a loss that is not finite."""
+        if self.monitor is not None:
+            loss = logs.get("loss", logs.get("eval_loss", 0.0))
+            if not math.isfinite(loss):
+                self.monitor.warn_of_loss(loss, self.state.global_step)
+                self.control.should_training_stop = True
+            elif "loss" in logs:
+                logs.update(self.monitor.measure(self.model, self.state.global_step))
+        super().log(logs, start_time)
+
+    def _run_epoch(self, *args, **kwargs) -> None:
+        """Take no further step where a run is resumed from its last one, as Trainer would."""
+        if self.state.global_step < self.state.max_steps:
+            super()._run_epoch(*args, **kwargs)
+
+    def evaluation_loop(self, *args, metric_key_prefix: str = "eval", **kwargs):
+        """Give the mean over all learned tokens: Trainer's own is the mean of batches, and depends on their size."""
+        self.losses.clear()
+        output = super().evaluation_loop(*args, metric_key_prefix=metric_key_prefix, **kwargs)
+        total, tokens = torch.cat(self.losses).cpu().double().sum(0).tolist()
+        output.metrics[f"{metric_key_prefix}_loss"] = total / tokens
+        return output
+
+    def prediction_step(self, model, inputs, prediction_loss_only, ignore_keys=None) -> tuple[None, None, None]:
+        """Keep the loss of each row of a batch, of all processes; `gather_for_metrics` leaves out repeated rows."""
+        inputs = self._prepare_inputs(inputs)
+        labels_BT = inputs.pop("labels")
+        with torch.no_grad(), self.compute_loss_context_manager():
+            logits_BTV = model(**inputs).logits
+        rows = [
+            torch.stack(
+                [cross_entropy(logits[:-1].float(), labels[1:], reduction="sum"), (labels[1:] != IGNORED).sum()]
+            )
+            for logits, labels in zip(logits_BTV, labels_BT, strict=True)
+        ]
+        self.losses.append(self.accelerator.gather_for_metrics(torch.stack(rows)))
+        return None, None, None
+
+    def _load_from_checkpoint(self, resume_from_checkpoint, model=None) -> None:
+        with reading(resume_from_checkpoint):
+            super()._load_from_checkpoint(resume_from_checkpoint, model)
+
+    def _load_optimizer_and_scheduler(self, checkpoint) -> None:
+        with reading(checkpoint):
+            super()._load_optimizer_and_scheduler(checkpoint)
+
+    def _save_checkpoint(self, model, trial) -> None:
+        """Mark a checkpoint, which Trainer writes file by file under its final name; only then remove older ones."""
+        limit, self.args.save_total_limit = self.args.save_total_limit, None
+        path = Path(self.args.output_dir) / f"checkpoint-{self.state.global_step}"
+        try:
+            with writing(path):
+                super()._save_checkpoint(model, trial)
+        finally:
+            self.args.save_total_limit = limit
+        PartialState().wait_for_everyone()  # each process wrote its part
+        if self.args.should_save:
+            (path / COMPLETE).touch()
+            rotate_checkpoints(self.args.output_dir, limit, self.state.best_model_checkpoint)
+
+
+def train_and_evaluate(trainer: Trainer, checkpoint: Path | None) -> dict[str, float]:
+    """Train, from a checkpoint on where there is one; returns the held-out loss `before` and `after`.
+
+    Raises:
+        TrainingError: the loss is not finite afterwards.
+    """
+    # Trainer measures it, not `evaluate()` before `train()`: that would leave the model without DDP or FSDP
+    trainer.args.eval_on_start = checkpoint is None
+    trainer.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))
+    before = next(entry["eval_loss"] for entry in trainer.state.log_history if "eval_loss" in entry)
+    after = trainer.evaluate()["eval_loss"]
+    if not math.isfinite(after):
+        raise TrainingError(f"The held-out loss ended at {after}: nothing was saved. Try a lower --learning_rate.")
+    return {"before": before, "after": after}
+
+
+@contextlib.contextmanager
+def telling_how_to_continue(trainer: Trainer) -> Iterator[None]:
+    """Say where a full disk or memory stopped training, and from which checkpoint it can be continued.
+
+    Raises:
+        TrainingError: in place of the `OSError` or `OutOfMemoryError`.
+    """
+    try:
+        yield
+    except (OSError, torch.OutOfMemoryError) as error:
+        checkpoint = last_complete_checkpoint(Path(trainer.args.output_dir))
+        if checkpoint is None:
+            advice = "No checkpoint is complete."
+        else:
+            advice = f"{checkpoint.name} is complete: continue with --resume."
+        step = trainer.state.global_step
+        raise TrainingError(f"training stopped at step {step}: {describe(error)}. {advice}") from error
