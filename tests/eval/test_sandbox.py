@@ -52,6 +52,17 @@ json.dump(sandbox.run_samples(samples, sandbox.Limits(*limits)), sys.stdout)
 """
 
 
+@pytest.fixture(scope="module", autouse=True)
+def temporary():
+    """A folder for temporary files in which nothing but these tests leaves any; everybody may write to it."""
+    folder, before = tempfile.mkdtemp(prefix="sandbox-tests-"), tempfile.tempdir
+    os.chmod(folder, 0o1777)
+    tempfile.tempdir = folder
+    yield
+    tempfile.tempdir = before
+    shutil.rmtree(folder, ignore_errors=True)
+
+
 def start(who: str, samples: list[tuple[str, str]], limits: Limits = QUICK) -> subprocess.Popen:
     """A process of `who` that runs samples, and writes their outcomes as JSON."""
     tasks, packages, prefix = Path(sandbox.__file__).parent, Path(tqdm.__file__).parents[1], Path(sys.base_prefix)
@@ -75,7 +86,7 @@ def start(who: str, samples: list[tuple[str, str]], limits: Limits = QUICK) -> s
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
-        env={"PATH": os.environ["PATH"]},
+        env={"PATH": os.environ["PATH"], "TMPDIR": tempfile.gettempdir()},
         cwd="/",
     )
     process.stdin.write(json.dumps([samples, list(vars(limits).values()), isolated]))
