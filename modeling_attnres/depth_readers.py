@@ -9,7 +9,6 @@ read with a running sum: N sources).
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -138,32 +137,40 @@ class TwoPhaseReader(DepthReader):
     Phase 2, site by site, merges that one source with the running sum: an interpolation.
     In Full mode every layer is such a block; its attention's output is what its MLP reads as the running sum.
 
-    Blocks are held as they are, with their logits at every site, which are computed when a block closes.
+    Blocks are held once, in a buffer per pass, with their logits at every site, which are computed when a block closes.
     """
 
-    gives_gradients = False
-    exports = False
+    gives_gradients = exports = transforms = False
+    num_blocks = 0  # counted here, in place of the base's property
 
-    tile_bytes = 2**22  # phase 1 lays blocks beside each other, this much of them at a time: it stays in the cache
+    tile_bytes = 2**22  # narrower blocks are upcast in phase 1 tile by tile: at most this much of them at a time
     phase_1_bytes = 2**28  # mixtures held at a time, at most: where a block's sites need more, fewer are read at once
 
     def __init__(self, queries_SD: torch.Tensor, eps: float, layout):
         super().__init__(queries_SD, eps, layout)
-        self._blocks_BTD: list[torch.Tensor] = []
-        self._logits_BTS: list[torch.Tensor] = []  # of each block
+        self._values_NMD: torch.Tensor | None = None  # both are allocated with the first block, for all of a pass
+        self._logits_NMS: torch.Tensor | None = None
+        self.num_blocks = 0
         self._inputs: dict[int, TwoPhaseInputs] = {}  # by site, from phase 1; void once another block has closed
 
     @property
     def blocks(self) -> Sequence[torch.Tensor]:
-        return self._blocks_BTD
+        return [self._values_NMD[block].view(self._shape) for block in range(self.num_blocks)]
 
     def append(self, block_BTD: torch.Tensor) -> None:
-        self._logits_BTS.append(source_logits(block_BTD, self.queries_SD, self.scaled_eps))
-        self._blocks_BTD.append(block_BTD.to(self.dtype))  # a sum is rounded once, when it is complete
+        block_MD = block_BTD.flatten(0, -2)
+        if self._values_NMD is None:
+            self._shape, num_sites = block_BTD.shape, self.layout.num_sites
+            count = self.layout.closed_blocks(num_sites - 1)
+            self._values_NMD = block_MD.new_empty(count, *block_MD.shape)
+            self._logits_NMS = self.scaled_eps.new_empty(count, block_MD.shape[0], num_sites)
+        self._values_NMD[self.num_blocks] = block_MD  # a sum is rounded once, when it is complete
+        self._logits_NMS[self.num_blocks] = source_logits(block_MD, self.queries_SD, self.scaled_eps)
+        self.num_blocks += 1
         self._inputs = {}
 
     def drop_blocks(self, count: int) -> None:
-        del self._blocks_BTD[count:], self._logits_BTS[count:]
+        self.num_blocks = count
         self._inputs = {}
 
     def inputs_for(self, site: int) -> TwoPhaseInputs:
@@ -189,28 +196,30 @@ class TwoPhaseReader(DepthReader):
 
     def _phase_1(self, first_site: int) -> None:
         """Read all closed blocks at the sites from `first_site` to the end of its block, as far as results fit."""
-        *shape, width = self._blocks_BTD[0].shape
+        *shape, width = self._shape
+        values_NMD = self._values_NMD[: self.num_blocks]
         # How many sites to read, and how many tokens at a time. While compiling, the number of tokens may be a symbol.
-        end, tile = self.layout.end_of_block(first_site), None
+        tokens, end = values_NMD.shape[1], self.layout.end_of_block(first_site)
+        tile = tokens
         if not torch.compiler.is_compiling():
-            tokens, token_bytes = math.prod(shape), width * self.queries_SD.itemsize
+            token_bytes = width * self.queries_SD.itemsize
             # whole layers, at least one: a layer is given what both its sites read
             end = min(end, first_site + max(2, self.phase_1_bytes // (tokens * token_bytes) // 2 * 2))
-            most = max(1, self.tile_bytes // (len(self._blocks_BTD) * token_bytes))
-            tile = most if most < tokens else None
+            if values_NMD.dtype != self.queries_SD.dtype:
+                tile = max(1, self.tile_bytes // (self.num_blocks * token_bytes))
 
-        if tile is None:
-            values_MND = torch.stack(self._blocks_BTD, dim=-2).flatten(0, -3)
-            logits_MNS = torch.stack(self._logits_BTS, dim=-2).flatten(0, -3)
-            log_sum_exps_MP, mixtures_MPD = mix_blocks(values_MND, logits_MNS[..., first_site:end])
-        else:
-            values_MD = (block_BTD.flatten(0, -2).split(tile) for block_BTD in self._blocks_BTD)
-            logits_MS = (logits_BTS.flatten(0, -2).split(tile) for logits_BTS in self._logits_BTS)
-            tiles = [
-                mix_blocks(torch.stack(values, dim=1), torch.stack(logits, dim=1)[..., first_site:end])
-                for values, logits in zip(zip(*values_MD), zip(*logits_MS))
+        # Weights over the blocks. log_softmax subtracts the log-sum-exp of the logits, so any block shows it.
+        logits_NMP = self._logits_NMS[: self.num_blocks, :, first_site:end]
+        log_weights_NMP = logits_NMP.log_softmax(0)
+        log_sum_exps_MP = logits_NMP[0] - log_weights_NMP[0]
+        weights_MPN = log_weights_NMP.exp_().permute(1, 2, 0)
+        # Mixtures: for each token a product [P, N] × [N, D]
+        with autocast_off(values_NMD):
+            tiles_MPD = [
+                torch.bmm(weights, values.to(weights.dtype).transpose(0, 1))
+                for weights, values in zip(weights_MPN.split(tile), values_NMD.split(tile, dim=1))
             ]
-            log_sum_exps_MP, mixtures_MPD = (torch.cat(pieces) for pieces in zip(*tiles))
+        mixtures_MPD = tiles_MPD[0] if len(tiles_MPD) == 1 else torch.cat(tiles_MPD)
         parts = zip(
             range(first_site, end),
             self.queries_SD[first_site:end].unbind(),  # P × [D]
@@ -224,19 +233,9 @@ class TwoPhaseReader(DepthReader):
 
     def move_to(self, device: torch.device) -> None:
         super().move_to(device)
-        self._blocks_BTD = [block_BTD.to(device) for block_BTD in self._blocks_BTD]
-        self._logits_BTS = [logits_BTS.to(device) for logits_BTS in self._logits_BTS]
+        if self._values_NMD is not None:
+            self._values_NMD, self._logits_NMS = self._values_NMD.to(device), self._logits_NMS.to(device)
         self._inputs = {}  # phase 1 runs again where it is needed
-
-
-def mix_blocks(values_MND: torch.Tensor, logits_MNP: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return phase 1's log-sum-exps `[M, P]` and mixtures `[M, P, D]` of N blocks at P sites."""
-    # Weights over the blocks. log_softmax subtracts the log-sum-exp of the logits, so any block shows it.
-    log_weights_MNP = logits_MNP.log_softmax(1)
-    log_sum_exps_MP = logits_MNP[:, 0] - log_weights_MNP[:, 0]
-    # Mixtures: for each token a product [P, N] × [N, D]
-    with autocast_off(values_MND):
-        return log_sum_exps_MP, torch.bmm(log_weights_MNP.exp_().mT, values_MND.to(logits_MNP.dtype))
 
 
 register_depth_reader("training", TrainingReader)
