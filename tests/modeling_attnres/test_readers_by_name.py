@@ -224,12 +224,12 @@ def test_a_batch_of_passes_mapped_by_torch_func(mode, name, implementation):
 
 def test_readers_that_torch_func_cannot_transform_are_refused(mode):
     model = with_reader("training", num_hidden_layers=2, **mode)
-    query = model.get_parameter("model.attn_res.query").detach()
+    query, ids = model.get_parameter("model.attn_res.query").detach(), tokens()
     with pytest.raises(ValueError, match=r"'training' does not support torch\.func's transforms, .* or 'eager'"):
-        grad(lambda one: functional_call(model, {"model.attn_res.query": one}, (tokens(),)).logits.sum())(query)
+        grad(lambda one: functional_call(model, {"model.attn_res.query": one}, (ids,)).logits.sum())(query)
     model.config.attn_res_implementation = "two_phase"
     with torch.no_grad(), pytest.raises(ValueError, match=r"'two_phase' does not support torch\.func's transforms"):
-        vmap(lambda one: functional_call(model, {"model.attn_res.query": one}, (tokens(),)).logits)(query[None])
+        vmap(lambda one: functional_call(model, {"model.attn_res.query": one}, (ids,)).logits)(query[None])
 
 
 @pytest.mark.parametrize("cast", ["half", "bfloat16", "to", "double"])
