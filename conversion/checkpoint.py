@@ -40,6 +40,7 @@ CONFIG_NAME = "config.json"
 PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt")
 OTHER_WEIGHTS = (  # and what else a training leaves in a folder: patterns of `fnmatch`, for paths
     *("*.bin", "*.pt", "*.pth", "*.ckpt", "*.gguf", "*.h5", "*.msgpack", "*.onnx", "*.ot", "consolidated*.safetensors"),
+    *("*.npz", "*.npy", "*.pth.tar", "*.pkl", "*.pickle"),
     *("original/*", "*/original/*", "checkpoint-*/*", "*/checkpoint-*/*"),
 )
 SIZE = re.compile(r"size|dim|rank|state|num|n_|layers|experts|heads|labels")  # fields that make a model large

@@ -35,6 +35,7 @@ class Verification:
 
     tensors: int
     differing: tuple[str, ...]  # tensors
+    differing_settings: tuple[str, ...]  # fields of config.json that both families have
     differing_files: tuple[str, ...]
     depth_tensors: int
     expected_depth_tensors: int
@@ -49,6 +50,7 @@ class Verification:
     def passed(self) -> bool:
         return (
             not self.differing
+            and not self.differing_settings
             and not self.differing_files
             and self.depth_tensors == self.expected_depth_tensors
             and self.same_tokenizer is not False
@@ -69,6 +71,7 @@ class Verification:
                 f"{equal:,} of {self.tensors:,} equal byte for byte",
                 *(f"differs: {name}" for name in self.differing[:5]),
             ],
+            "settings": [f"DIFFERS: {name}" for name in self.differing_settings[:5]] or ["equal to the source's"],
             "depth": [f"{self.depth_tensors} of {self.expected_depth_tensors} depth tensors present"],
             "files": [f"DIFFERS: {file}" for file in self.differing_files[:5]] or ["code and hashes as they should be"],
             "tokenizer": [tokenizer[self.same_tokenizer]],
@@ -122,6 +125,7 @@ def verify_checkpoints(base: Checkpoint, port: Checkpoint, text: Path | None = N
     return Verification(
         tensors=len(base.weight_map),
         differing=differing,
+        differing_settings=tuple(_differing_settings(base, port)),
         differing_files=tuple(_differing_files(base, port)),
         depth_tensors=sum(tensor in port.weight_map for tensor in depth),
         expected_depth_tensors=len(depth),
@@ -132,6 +136,17 @@ def verify_checkpoints(base: Checkpoint, port: Checkpoint, text: Path | None = N
         top1_agreement=(port_logits.argmax(-1) == base_logits.argmax(-1)).double().mean().item(),
         tolerance=TOLERANCE if base.quantisation is None else QUANTISED_TOLERANCE,
     )
+
+
+def _differing_settings(base: Checkpoint, port: Checkpoint) -> list[str]:
+    """Name the fields of the base family that the port sets otherwise: a text may be too short to show it."""
+    base_fields, port_fields = (checkpoint.read_config().to_dict() for checkpoint in (base, port))
+    own = {"architectures", "auto_map", "transformers_version"}
+    return [
+        f"{name}: {port_fields.get(name)!r:.60}, the source's is {base_fields.get(name)!r:.60}"
+        for name in sorted((base_fields.keys() | port_fields.keys()) - own)
+        if not name.startswith("attn_res_") and base_fields.get(name) != port_fields.get(name)
+    ]
 
 
 def relative_difference(base: Checkpoint, port: Checkpoint) -> float:

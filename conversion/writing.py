@@ -148,7 +148,7 @@ def other_files(checkpoint: Checkpoint, without: Iterable[str] = WRITTEN_ANEW) -
     kept = []
     for path in paths:
         relative = path.relative_to(folder)
-        is_weights = any(fnmatchcase(relative.as_posix(), glob) for glob in WEIGHTS)
+        is_weights = any(fnmatchcase(relative.as_posix().lower(), glob) for glob in WEIGHTS)
         if is_weights or not adapters.isdisjoint(path.parents):
             continue
         # Keep the rest. A link to a folder stays behind: its files are found where it leads, within the checkpoint.

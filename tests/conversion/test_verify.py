@@ -53,6 +53,17 @@ def test_one_changed_bit_is_named(base_checkpoint, ported):
     assert "differs: model.layers.2.self_attn.o_proj.weight" in str(verification)
 
 
+@pytest.mark.parametrize(("field", "value"), [("initializer_range", 0.5), ("use_cache", False), ("bos_token_id", 5)])
+def test_a_setting_that_the_text_does_not_show(base_checkpoint, ported, field, value):
+    file = ported / "config.json"
+    config = json.loads(file.read_text())
+    file.write_text(json.dumps(config | {field: value}))
+    verification = verify_port(str(base_checkpoint), str(ported))
+    assert verification.relative_error <= 3e-6
+    assert not verification.passed
+    assert f"DIFFERS: {field}: {value}, the source's is" in str(verification)
+
+
 def test_unscaled_eps_fails(base_checkpoint, ported):
     edit_config(ported, attn_res_scale_norm_eps=False)
     edit_config(ported, rms_norm_eps=1e-2)

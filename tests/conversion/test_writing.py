@@ -17,6 +17,7 @@ def source(tmp_path):
 
 LEFTOVERS = (  # by path: weights that no index names, adapters, checkpoints of a training
     *("model-00001-of-00001.safetensors", "model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"),
+    *("MODEL.SAFETENSORS", "w.npz", "model.pth.tar"),
     *("consolidated.safetensors", "adapter_model.safetensors", "model.safetensors.index.json", "optimizer.pt"),
     *("sub/model.safetensors", "sub/pytorch_model.bin", "checkpoint-5/tokenizer.json", "sub/checkpoint-5/file"),
     *("adapter/adapter_config.json", "adapter/adapter_model.safetensors", "adapter/README.md", "adapter/sub/file"),
