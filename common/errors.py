@@ -38,9 +38,7 @@ def reading(what: object) -> Iterator[None]:
     """
     try:
         yield
-    except UserError:
-        raise
-    except (KeyboardInterrupt, SystemExit, GeneratorExit):
+    except (UserError, KeyboardInterrupt, SystemExit, GeneratorExit):
         raise
     except BaseException as error:  # PyO3's panics are no `Exception`
         raise UserError(f"{what} cannot be read: {describe(error)}") from error
@@ -67,6 +65,11 @@ def one_line(text: str, length: int = 600) -> str:
     return words if len(words) <= length else f"{words[: length - 1]}…"
 
 
+def printable(text: str) -> str:
+    """Return a text in which the name of a file may hold bytes that are no text, with those bytes written out."""
+    return text.encode(errors="backslashreplace").decode()
+
+
 @contextlib.contextmanager
 def one_line_errors() -> Iterator[None]:
     """End the process with one line and an exit status for what a user can cause."""
@@ -89,8 +92,8 @@ def one_line_errors() -> Iterator[None]:
 
 
 def _stop(message: str, status: int) -> None:
-    """Print an error, in which a file's name may hold bytes that are no text, and end the process."""
-    typer.echo(f"error: {message.encode(errors='backslashreplace').decode()}", err=True)
+    """Print an error, and end the process."""
+    typer.echo(f"error: {printable(message)}", err=True)
     raise SystemExit(status) from None
 
 

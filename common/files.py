@@ -177,13 +177,34 @@ def _locked(final: Path, partial: Path, make: Callable[[], object], flags: int) 
             stack.callback(os.close, descriptor)  # which lets go of the lock, too
             if stat.S_IFMT(os.fstat(descriptor).st_mode) != kind:
                 raise UserError(f"{partial} is there and is no file: remove it.")
-            try:
-                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                raise UserError(f"{final}: another process is writing it ({partial}).") from None
+            _lock(descriptor, f"{final}: another process is writing it ({partial}).")
             if _is_at(descriptor, partial):  # else the lock is on what another writer has moved to its final name
                 yield
                 return
+
+
+@contextlib.contextmanager
+def hold_folder(folder: Path, refusal: str) -> Iterator[None]:
+    """Make a folder, and keep other processes that hold it from working in it within the `with` block.
+
+    Raises:
+        UserError: another one holds it; says `refusal` after the folder's name.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        _lock(descriptor, f"{folder}: {refusal}")
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def _lock(descriptor: int, refusal: str) -> None:
+    """Lock an open file or folder for this process alone, until it is closed."""
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise UserError(refusal) from None
 
 
 def _is_being_written(final: Path) -> bool:

@@ -5,7 +5,7 @@ from typing import Annotated, Literal
 
 import typer
 
-from common.errors import command_line
+from common.errors import command_line, printable
 
 from .export import export_checkpoint
 from .inspection import inspect_checkpoint
@@ -25,8 +25,8 @@ Text = Annotated[Path | None, typer.Option(help="A UTF-8 text file, in place of 
 
 
 def say(report: object) -> None:
-    """Print a report, in which the name of a file may hold bytes that are no text."""
-    typer.echo(str(report).encode(errors="backslashreplace").decode())
+    """Print a report."""
+    typer.echo(printable(str(report)))
 
 
 @app.command(epilog="Example: python -m conversion port HuggingFaceTB/SmolLM2-135M-Instruct ported --num-blocks 8")

@@ -201,7 +201,7 @@ class Checkpoint:
         """
         config_class, file = self.config_class, self.folder / CONFIG_NAME
         # No more layers than the tensors' names have; some families call their number otherwise.
-        layers = 1 + max((layer for layer in map(_layer, self.weight_map) if layer is not None), default=-1)
+        layers = 1 + max((layer for layer in map(layer_of, self.weight_map) if layer is not None), default=-1)
         for name in {"num_hidden_layers", getattr(config_class, "attribute_map", {}).get("num_hidden_layers")}:
             if isinstance(count := self.config.get(name), int) and count > layers:
                 raise CheckpointError(f"{file}: {name} is {count}, but the tensors' names have {layers} layers.")
@@ -313,7 +313,7 @@ class Checkpoint:
         # Nothing is there besides, but layers that predict further tokens.
         layers, further = config.num_hidden_layers, self.config.get("num_nextn_predict_layers")
         known = range(layers, layers + further) if isinstance(further, int) else ()
-        unexpected = sorted(name for name in loading["unexpected_keys"] if _layer(name) not in known)
+        unexpected = sorted(name for name in loading["unexpected_keys"] if layer_of(name) not in known)
         if unexpected:
             raise CheckpointError(
                 f"{self.folder}: {_some(unexpected)} has no place in the model that {CONFIG_NAME} describes."
@@ -336,7 +336,7 @@ def _fields(config: dict) -> Iterator[tuple[str, object]]:
         yield from _fields(value) if isinstance(value, dict) else [(name, value)]
 
 
-def _layer(name: str) -> int | None:
+def layer_of(name: str) -> int | None:
     """Return the layer that a tensor belongs to by its name, the first number in it, or `None`."""
     match = re.search(r"(?:^|\.)(\d{1,9})\.", name)
     return None if match is None else int(match[1])

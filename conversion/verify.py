@@ -121,7 +121,7 @@ def verify_checkpoints(base: Checkpoint, port: Checkpoint, text: Path | None = N
     differing = tuple(_differing_tensors(base, port))
     depth = port.expected_depth_names
     token_ids = [_token_ids(checkpoint.folder, sample) for checkpoint in (base, port)]
-    ids, base_logits, port_logits = _logits_of_both(base, port, sample)
+    ids, base_logits, port_logits = _logits_of_both(base, port, sample, token_ids[0])
     return Verification(
         tensors=len(base.weight_map),
         differing=differing,
@@ -151,14 +151,17 @@ def _differing_settings(base: Checkpoint, port: Checkpoint) -> list[str]:
 
 def relative_difference(base: Checkpoint, port: Checkpoint) -> float:
     """Return the relative difference of two checkpoints' logits on the built-in sample."""
-    _, base_logits, port_logits = _logits_of_both(base, port, read_text(None)[0])
+    sample, _ = read_text(None)
+    _, base_logits, port_logits = _logits_of_both(base, port, sample, _token_ids(base.folder, sample))
     return _relative_error(port_logits, base_logits)
 
 
-def _logits_of_both(base: Checkpoint, port: Checkpoint, text: str) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return a text's token ids, and the logits of both models; one is in memory at a time."""
+def _logits_of_both(
+    base: Checkpoint, port: Checkpoint, text: str, token_ids: list[int] | None
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return a text's token ids `[1, T]`, and the logits of both models; one is in memory at a time."""
     base.read_config()  # or a model larger than its tensors would be built
-    ids = tokenize(base.folder, text, port.read_config().vocab_size)
+    ids = _ids_or_bytes(token_ids, text, port.read_config().vocab_size)
     return ids, _outputs(base, ids), _outputs(port, ids)
 
 
@@ -197,8 +200,11 @@ def _same_bytes(left: torch.Tensor, right: torch.Tensor) -> bool:
 
 def tokenize(folder: Path, text: str, vocab_size: int) -> torch.Tensor:
     """Return the text's token ids `[1, T]`; its bytes in their place where there is no tokenizer."""
-    ids = _token_ids(folder, text)
-    return torch.tensor([ids or [byte % max(vocab_size, 1) for byte in text.encode()[:MAX_TOKENS]]])
+    return _ids_or_bytes(_token_ids(folder, text), text, vocab_size)
+
+
+def _ids_or_bytes(token_ids: list[int] | None, text: str, vocab_size: int) -> torch.Tensor:
+    return torch.tensor([token_ids or [byte % max(vocab_size, 1) for byte in text.encode()[:MAX_TOKENS]]])
 
 
 def _token_ids(folder: Path, text: str) -> list[int] | None:

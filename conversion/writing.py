@@ -16,7 +16,7 @@ from transformers.utils import ADAPTER_CONFIG_NAME, SAFE_WEIGHTS_INDEX_NAME
 
 import modeling_attnres
 from common.errors import UserError, describe
-from common.files import check_link, copy_new, files_below, move, write_new
+from common.files import check_link, copy_new, files_below, write_new
 from model_cards.card import write_card
 from model_cards.provenance import NAME as PROVENANCE
 from model_cards.provenance import Provenance, Verified, hash_files, of_card
@@ -66,17 +66,6 @@ def write_port(
     write_new(folder / CONFIG_NAME, config.to_json_string())
     for path in code_files():
         copy_new(path, folder / path.name)
-
-
-def add_shard(checkpoint: Checkpoint, tensors: dict[str, torch.Tensor]) -> None:
-    """Add a shard to a checkpoint that is being written, in its own folder."""
-    folder, count = checkpoint.folder, len(checkpoint.shards) + 1
-    names, last = numbered(checkpoint.shards, count), shard_name(count, count)
-    move({folder / old: folder / new for old, new in names.items()})
-    save_shard(tensors, folder / last)
-    weight_map = {tensor: names[old] for tensor, old in checkpoint.weight_map.items()}
-    (folder / SAFE_WEIGHTS_INDEX_NAME).unlink(missing_ok=True)
-    write_index(folder, weight_map | dict.fromkeys(tensors, last))
 
 
 def save_shard(tensors: dict[str, torch.Tensor], path: Path) -> None:

@@ -1,7 +1,6 @@
 """Run benchmarks on models, one model in memory at a time, keeping each finished benchmark."""
 
 import contextlib
-import fcntl
 import gc
 import json
 import logging
@@ -22,11 +21,12 @@ from lm_eval.api.registry import get_model
 from lm_eval.utils import handle_non_serializable, hash_string, simple_parse_args_string
 from tqdm import tqdm
 from transformers import AutoConfig, AutoTokenizer
+from transformers.utils import ADAPTER_CONFIG_NAME
 from transformers.utils.hub import cached_file, extract_commit_hash
 
 import modeling_attnres  # noqa: F401, its models are found without running the code beside a checkpoint
 from common.errors import UserError, one_line, reading
-from common.files import whole_file
+from common.files import hold_folder, whole_file
 
 from . import data as local_data
 from .benchmarks import Benchmark, EvalError, build, names_of, task_manager
@@ -108,11 +108,11 @@ def subjects_of(models: list[str], adapter: str | None) -> list[Subject]:
         EvalError: a local path that is no model or adapter, or two models of one name.
     """
     # Each path must hold its config, unless it can be a hub id.
-    needed = dict.fromkeys(models, "config.json") | ({adapter: "adapter_config.json"} if adapter else {})
+    needed = dict.fromkeys(models, "config.json") | ({adapter: ADAPTER_CONFIG_NAME} if adapter else {})
     for path, name in needed.items():
         looks_local = path.startswith((".", "/", "~")) or Path(path).exists() or path.count("/") != 1
         if looks_local and not (Path(path) / name).is_file():
-            is_adapter = (Path(path) / "adapter_config.json").is_file()
+            is_adapter = (Path(path) / ADAPTER_CONFIG_NAME).is_file()
             expected = (
                 "it is an adapter: --adapter" if is_adapter else "expected a folder with one, or a hub id OWNER/NAME"
             )
@@ -145,7 +145,7 @@ def run_benchmarks(
         The benchmarks that `names` stand for, and an outcome per subject.
 
     Raises:
-        EvalError, DataError: before any model is loaded: unknown names, missing or malformed data, code that may
+        UserError: before any model is loaded: unknown names, missing or malformed data, code that may
             not be run, results of other settings in `output`, another process at work there; or nothing could be run.
 
     Example:
@@ -173,7 +173,8 @@ def run_benchmarks(
         # Only the first process writes results, so it alone holds their folders.
         if is_first_process():
             for subject in subjects:
-                stack.enter_context(_claimed(output / subject.name))
+                busy = "another process is evaluating this model; choose another --output."
+                stack.enter_context(hold_folder(output / subject.name, busy))
         # All of it is compared with what is kept before anything is run.
         todo = [(subject, _unfinished(subject, benchmarks, settings, output)) for subject in subjects]
         outcomes = []
@@ -217,21 +218,6 @@ def _code_allowed(settings: Settings, benchmarks: list[str]) -> Iterator[None]:
         except sandbox.SandboxError as error:
             raise EvalError(str(error)) from error
         yield
-
-
-@contextlib.contextmanager
-def _claimed(folder: Path) -> Iterator[None]:
-    """Make a folder for results and responses, and keep other processes from writing to it within the block."""
-    folder.mkdir(parents=True, exist_ok=True)
-    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise EvalError(f"{folder}: another process is evaluating this model; choose another --output.") from None
-        yield
-    finally:
-        os.close(descriptor)
 
 
 def _refuse_code(subject: Subject) -> None:
@@ -278,7 +264,7 @@ def _identify_files(subject: Subject, arguments: dict[str, Any]) -> dict[str, An
     # The model, its adapter and folders that --model-args name (a tokenizer's), each with a file that a commit holds.
     configs: dict[str, str | None] = {subject.model: "config.json"}
     if subject.adapter is not None:
-        configs[subject.adapter] = "adapter_config.json"
+        configs[subject.adapter] = ADAPTER_CONFIG_NAME
     configs |= dict.fromkeys(value for value in arguments.values() if isinstance(value, str) and Path(value).is_dir())
     identity: dict[str, Any] = {}
     for source, config in configs.items():

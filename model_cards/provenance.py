@@ -18,7 +18,7 @@ from huggingface_hub.repocard import REGEX_YAML_BLOCK
 from huggingface_hub.utils import validate_repo_id
 from tqdm import tqdm
 
-from common.errors import UserError, one_line, reading
+from common.errors import UserError, one_line, printable, reading
 from common.files import write_new
 
 
@@ -80,7 +80,7 @@ class Provenance:
     def write(self, folder: Path) -> None:
         text = json.dumps(asdict(self), indent=2, ensure_ascii=False)
         # the name of a folder may hold bytes that are no UTF-8: JSON writes them as Python does
-        write_new(folder / NAME, text.encode(errors="backslashreplace").decode() + "\n")
+        write_new(folder / NAME, printable(text) + "\n")
 
 
 def read(folder: Path) -> Provenance | None:

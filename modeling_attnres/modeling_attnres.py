@@ -609,7 +609,7 @@ def derive_model(name: str) -> type:
 
 
 def with_signature_of(function: Callable, base: Callable) -> Callable:
-    """The function under the signature of its base, which engines and `generate` inspect, and our argument.
+    """Give a function the signature of its base, which engines and `generate` inspect, with our argument.
 
     The signature is that of what `forward` wraps, as with transformers' own decorators: where torch compiles ahead of
     time it takes a `__signature__` for that of the code.
@@ -622,8 +622,8 @@ def with_signature_of(function: Callable, base: Callable) -> Callable:
     forward.__wrapped__ = functools.partial(function)
     parameters = list(inspect.signature(base).parameters.values())
     ours = inspect.Parameter("output_depth_attentions", inspect.Parameter.KEYWORD_ONLY, default=None)
-    named = [one for one in parameters if one.kind is not inspect.Parameter.VAR_KEYWORD]
-    rest = [one for one in parameters if one.kind is inspect.Parameter.VAR_KEYWORD]
+    named = [parameter for parameter in parameters if parameter.kind is not inspect.Parameter.VAR_KEYWORD]
+    rest = [parameter for parameter in parameters if parameter.kind is inspect.Parameter.VAR_KEYWORD]
     forward.__wrapped__.__signature__ = inspect.Signature([*named, ours, *rest])
     return forward
 

@@ -6,17 +6,17 @@ from pathlib import Path
 
 from peft import LoraConfig, PeftConfig, PeftModel, get_peft_model_state_dict
 from transformers import PreTrainedModel
+from transformers.utils import ADAPTER_CONFIG_NAME, ADAPTER_SAFE_WEIGHTS_NAME
 
 from common.errors import UserError, reading
 from common.files import check_target, complete_or_absent
-from conversion.checkpoint import Checkpoint, open_shard, open_source, read_json
+from conversion.checkpoint import Checkpoint, layer_of, open_shard, open_source, read_json
 from conversion.writing import add_card, copy_other_files
 
 from .checkpoints import RECIPE, writing
-from .loading import ADAPTER_CONFIG, TrainingError, load_attnres_config, load_weights
+from .loading import TrainingError, load_attnres_config, load_weights
 
 
-ADAPTER_WEIGHTS = "adapter_model.safetensors"
 NAMES = ("target_modules", "exclude_modules", "modules_to_save", "layers_pattern", "rank_pattern", "alpha_pattern")
 
 
@@ -27,9 +27,9 @@ def read_adapter(path: Path) -> LoraConfig:
         UserError: there is none, it is no LoRA of a named model, or a name in it is a pattern. PEFT matches those with
             every module's name, and there are patterns for which that does not end.
     """
-    file = path / ADAPTER_CONFIG
+    file = path / ADAPTER_CONFIG_NAME
     if path.is_dir() and not file.exists():
-        raise TrainingError(f"{path} is no adapter: {ADAPTER_CONFIG} is missing.")
+        raise TrainingError(f"{path} is no adapter: {ADAPTER_CONFIG_NAME} is missing.")
     settings = read_json(file)
     for field, expected in (("peft_type", "'LORA'"), ("base_model_name_or_path", "a folder or hub id")):
         value = settings.get(field)
@@ -56,7 +56,7 @@ def load_adapter(model: PreTrainedModel, path: Path, settings: LoraConfig) -> Pe
     Raises:
         UserError: the adapter is that of another model, not whole, or not finite.
     """
-    file = path / ADAPTER_WEIGHTS
+    file = path / ADAPTER_SAFE_WEIGHTS_NAME
     with open_shard(file) as shard:
         stored = set(shard.keys())
         for name in stored:
@@ -67,7 +67,9 @@ def load_adapter(model: PreTrainedModel, path: Path, settings: LoraConfig) -> Pe
     expected = set(get_peft_model_state_dict(adapted))
     for names, fault in ((expected - stored, "is missing"), (stored - expected, "has no place in this model")):
         if names:
-            raise TrainingError(f"{file}: {min(names)} {fault}, one of {len(names)}; {ADAPTER_CONFIG} implies others.")
+            raise TrainingError(
+                f"{file}: {min(names)} {fault}, one of {len(names)}; {ADAPTER_CONFIG_NAME} implies others."
+            )
     return adapted
 
 
@@ -94,7 +96,7 @@ def merge_adapter(adapter: Path, target: Path) -> None:
             checkpoint = stack.enter_context(open_source(base))
         except UserError as error:
             hint = "" if Path(base).is_absolute() else f" Relative paths start at {Path.cwd()}."
-            raise TrainingError(f"{adapter / ADAPTER_CONFIG}: base_model_name_or_path: {error}{hint}") from error
+            raise TrainingError(f"{adapter / ADAPTER_CONFIG_NAME}: base_model_name_or_path: {error}{hint}") from error
 
         # The merged model, in the dtype of its base
         config = load_attnres_config(checkpoint.folder)
@@ -120,8 +122,8 @@ def unread_tensors(base: Checkpoint, model: PreTrainedModel) -> list[str]:
     own, ignored = model.state_dict().keys(), model._keys_to_ignore_on_load_unexpected or ()
 
     def is_unread(name: str) -> bool:
-        layer = re.match(r"model\.layers\.(\d+)\.", name)
-        is_after = layer is not None and int(layer[1]) >= model.config.num_hidden_layers
+        layer = layer_of(name)
+        is_after = layer is not None and layer >= model.config.num_hidden_layers
         return is_after or any(re.search(key, name) for key in ignored)
 
     return [name for name in base.weight_map if name not in own and is_unread(name)]

@@ -1,10 +1,8 @@
 """What a run leaves in its output folder to go on from: its recipe, and checkpoints that are marked when complete."""
 
 import contextlib
-import fcntl
 import hashlib
 import json
-import os
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -37,25 +35,6 @@ def writing(path: Path) -> Iterator[None]:
         yield
     except (SafetensorError, RuntimeError) as error:
         raise OSError(f"{path} cannot be written: {describe(error)}") from error
-
-
-@contextlib.contextmanager
-def claimed(output: Path) -> Iterator[None]:
-    """Hold an output folder, which is made, alone of all processes.
-
-    Raises:
-        TrainingError: another one holds it.
-    """
-    output.mkdir(parents=True, exist_ok=True)
-    descriptor = os.open(output, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise TrainingError(f"{output}: another process trains there. Choose another --output.") from None
-        yield
-    finally:
-        os.close(descriptor)
 
 
 def describe_run(recipe: dict, arguments: TrainingArguments) -> dict:

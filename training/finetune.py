@@ -21,9 +21,9 @@ from transformers import (
 )
 
 from common.errors import reading
-from common.files import complete_or_absent, whole_file
+from common.files import complete_or_absent, hold_folder, whole_file
 
-from .checkpoints import RECIPE, checkpoint_to_resume, claimed, describe_run, writing
+from .checkpoints import RECIPE, checkpoint_to_resume, describe_run, writing
 from .data import Collator, read_rows
 from .loading import TrainingError, load_attnres_config, load_tokenizer, load_weights
 from .monitor import DepthMonitor
@@ -219,7 +219,8 @@ def finetune_model(recipe: Recipe, arguments: Arguments) -> dict:
     config = check_arguments(recipe, arguments)
     with contextlib.ExitStack() as stack:
         if arguments.should_save:
-            stack.enter_context(claimed(Path(arguments.output_dir)))
+            busy = "another process trains there. Choose another --output."
+            stack.enter_context(hold_folder(Path(arguments.output_dir), busy))
         return _finetune(recipe, arguments, config)
 
 

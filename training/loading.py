@@ -4,13 +4,11 @@ import math
 from pathlib import Path
 
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedConfig, PreTrainedModel
+from transformers.utils import ADAPTER_CONFIG_NAME
 
 import modeling_attnres  # noqa: F401, registers the families with the Auto classes
 from common.errors import UserError, reading
 from conversion.checkpoint import CONFIG_NAME
-
-
-ADAPTER_CONFIG = "adapter_config.json"
 
 
 class TrainingError(UserError):
@@ -23,7 +21,7 @@ def load_config(path: str | Path) -> PreTrainedConfig:
     Raises:
         UserError: it cannot be read, is that of an adapter, or has a number that is not finite.
     """
-    if (Path(path) / ADAPTER_CONFIG).exists() and not (Path(path) / CONFIG_NAME).exists():
+    if (Path(path) / ADAPTER_CONFIG_NAME).exists() and not (Path(path) / CONFIG_NAME).exists():
         raise TrainingError(
             f"{path} is an adapter, expected a model. Merge it first: python -m training merge {path} TARGET"
         )

@@ -35,9 +35,12 @@ def all_tensors(folder):
     return {name: value for path in sorted(folder.glob("*.safetensors")) for name, value in load_file(path).items()}
 
 
-def edit_config(folder, **fields):
-    path = folder / "config.json"
+def edit_json(path, **fields):
     path.write_text(json.dumps(json.loads(path.read_text()) | fields))
+
+
+def edit_config(folder, **fields):
+    edit_json(folder / "config.json", **fields)
 
 
 def edit_tensors(folder, **changes):

@@ -1,6 +1,5 @@
 """`conversion verify`, and `port --verify`."""
 
-import json
 import re
 
 import pytest
@@ -13,7 +12,15 @@ from common.text import SAMPLE
 from conversion.__main__ import app
 from conversion.port import Blocks, port_checkpoint
 from conversion.verify import verify_port
-from tests.conversion.checkpoints import add_tokenizer, all_tensors, command, edit_config, edit_tensors, train_queries
+from tests.conversion.checkpoints import (
+    add_tokenizer,
+    all_tensors,
+    command,
+    edit_config,
+    edit_json,
+    edit_tensors,
+    train_queries,
+)
 from tests.families import BY_NAME, Family
 
 
@@ -55,9 +62,7 @@ def test_one_changed_bit_is_named(base_checkpoint, ported):
 
 @pytest.mark.parametrize(("field", "value"), [("initializer_range", 0.5), ("use_cache", False), ("bos_token_id", 5)])
 def test_a_setting_that_the_text_does_not_show(base_checkpoint, ported, field, value):
-    file = ported / "config.json"
-    config = json.loads(file.read_text())
-    file.write_text(json.dumps(config | {field: value}))
+    edit_config(ported, **{field: value})
     verification = verify_port(str(base_checkpoint), str(ported))
     assert verification.relative_error <= 3e-6
     assert not verification.passed
@@ -117,7 +122,7 @@ def test_another_tokenizer_fails(tmp_path):
     port_checkpoint(str(tmp_path / "source"), tmp_path / "target")
     assert verify_port(str(tmp_path / "source"), str(tmp_path / "target")).passed
     file = tmp_path / "target" / "tokenizer.json"
-    file.write_text(json.dumps(json.loads(file.read_text()) | {"normalizer": {"type": "Lowercase"}}))
+    edit_json(file, normalizer={"type": "Lowercase"})
     verification = verify_port(str(tmp_path / "source"), str(tmp_path / "target"))
     assert verification.relative_error <= 3e-6
     assert verification.differing == ()

@@ -1,6 +1,5 @@
 """Merging: what is whole is merged and keeps what its base had, what is not is refused, the base is never touched."""
 
-import json
 import shutil
 from hashlib import sha256
 
@@ -11,6 +10,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from conversion.checkpoint import Checkpoint
+from tests.conversion.checkpoints import edit_json
 from tests.families import BY_NAME, tokens
 from tests.oracle import relative_error
 
@@ -102,11 +102,7 @@ def without(part):
 
 
 def settings(**fields):
-    def spoil(adapter):
-        file = adapter / "adapter_config.json"
-        file.write_text(json.dumps(json.loads(file.read_text()) | fields))
-
-    return spoil
+    return lambda adapter: edit_json(adapter / "adapter_config.json", **fields)
 
 
 def cut(adapter):

@@ -1,6 +1,5 @@
 """What a user names and cannot be opened is refused in one line by every command that opens it."""
 
-import json
 import os
 import shutil
 from pathlib import Path
@@ -9,16 +8,14 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from tests.conversion.checkpoints import edit_config
+
 from .conftest import refused, words
 from .test_finetune import command
 
 
 def config(**fields):
-    def spoil(model):
-        file = model / "config.json"
-        file.write_text(json.dumps(json.loads(file.read_text()) | fields))
-
-    return spoil
+    return lambda model: edit_config(model, **fields)
 
 
 def tensors(part):
