@@ -15,8 +15,9 @@ import torch
 from torch.nn import functional as F
 
 from modeling_attnres import BlockLayout, DepthReader
-from modeling_attnres.depth_attention import EagerReader, add_output
+from modeling_attnres.depth_attention import DepthParameters, EagerReader
 from modeling_attnres.depth_readers import TwoPhaseReader
+from modeling_attnres.residual_stream import ReplacePass, add_output
 
 from .measure import Results, Runs, compare, report
 
@@ -61,15 +62,16 @@ def standard(case: Case) -> torch.Tensor:
 
 def ours(case: Case, reader_class: type[DepthReader]) -> torch.Tensor:
     """Use a reader as the layers of a model do, without what they compute."""
-    reader = reader_class(case.queries_SD * case.width**0.5, EPS, case.layout)
+    reader = reader_class(DepthParameters(case.queries_SD * case.width**0.5), EPS, case.layout)
+    depth_pass = ReplacePass(reader)
     hidden_states = case.embedding
     for layer in range(case.layers):
-        running_sum = reader.enter_layer(layer, hidden_states)
+        running_sum = depth_pass.enter_layer(layer, hidden_states)
         for site in (2 * layer, 2 * layer + 1):
             reader.read(running_sum, reader.inputs_for(site))[0].to(case.dtype)
             running_sum = add_output(running_sum, case.outputs[site])
-        hidden_states = reader.leave_layer(running_sum)
-    return reader.read_output(hidden_states)
+        hidden_states = depth_pass.leave_layer(running_sum)
+    return depth_pass.read_output(hidden_states)
 
 
 def by_reads(case: Case, read: Callable) -> torch.Tensor:

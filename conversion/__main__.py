@@ -9,7 +9,7 @@ from common.errors import command_line, printable
 
 from .export import export_checkpoint
 from .inspection import inspect_checkpoint
-from .port import Blocks, port_checkpoint
+from .port import Blocks, Form, port_checkpoint
 from .upcycle import upcycle_checkpoint
 from .verify import verify_port
 
@@ -38,13 +38,27 @@ def port(
     num_blocks: NumBlocks = None,
     link: Annotated[bool, typer.Option("--link", help="Hard-link the shards: instant, but they stay shared.")] = False,
     verify: Annotated[bool, typer.Option("--verify", help="Compare with SOURCE before TARGET appears.")] = False,
+    form: Annotated[
+        Literal["replace", "add"], typer.Option(help="A mixture in place of the residual stream, or gated beside it.")
+    ] = "replace",
+    heads: Annotated[int, typer.Option(help="Parts of the width, each with its own weights.")] = 1,
+    query: Annotated[
+        Literal["learned", "input"], typer.Option(help="Learned, or projected from the input.")
+    ] = "learned",
+    query_rank: Annotated[int | None, typer.Option(help="The rank of that projection. Default: the width.")] = None,
+    weights: Annotated[
+        Literal["softmax", "sigmoid", "static", "static_raw"], typer.Option(help="How sources are weighed.")
+    ] = "softmax",
+    key_norm: Annotated[bool, typer.Option("--key-norm/--no-key-norm", help="Normalise the keys.")] = True,
+    window: Annotated[int | None, typer.Option(help="Read this many newest sources beside the embedding.")] = None,
 ) -> None:
     """Port a checkpoint of a base family to Attention Residuals without changing what it computes.
 
     With --link a program that writes into one folder's shards in place changes the other's; transformers'
     save_pretrained writes new files, so it does not.
     """
-    say(port_checkpoint(source, target, Blocks(mode, block_size, num_blocks), link, verify))
+    how = Form(form, heads, query, query_rank, weights, key_norm, window)
+    say(port_checkpoint(source, target, Blocks(mode, block_size, num_blocks), link, verify, how))
 
 
 @app.command(epilog="Example: python -m conversion verify HuggingFaceTB/SmolLM2-135M-Instruct ported")
@@ -56,8 +70,8 @@ def verify(source: Source, target: Annotated[str, typer.Argument(help="Its port.
 
 
 @app.command(epilog="Example: python -m conversion export ported back")
-def export(source: Annotated[str, typer.Argument(help="A port whose queries are zero.")], target: Target) -> None:
-    """Write a port as a checkpoint of its base family again. Refused once its queries are trained."""
+def export(source: Annotated[str, typer.Argument(help="A port that is not trained.")], target: Target) -> None:
+    """Write a port as a checkpoint of its base family again. Refused once its depth attention is trained."""
     say(export_checkpoint(source, target))
 
 

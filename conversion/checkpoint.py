@@ -31,7 +31,7 @@ import modeling_attnres
 from common.errors import UserError, describe, reading
 from common.files import check_file, files_below
 from common.quiet import quiet_transformers
-from modeling_attnres import config_name, is_attnres_type, is_depth_parameter
+from modeling_attnres import DepthAttention, config_name, is_attnres_type, is_depth_parameter
 
 from .gguf import dequantise
 
@@ -167,12 +167,17 @@ class Checkpoint:
         return sorted(filter(is_depth_parameter, self.weight_map))
 
     @property
-    def expected_depth_names(self) -> list[str]:
-        """The names of the depth tensors that an Attention Residuals checkpoint of its kind has, sorted."""
-        if self.config.get("attn_res_mode") == "none":
+    def depth_prefix(self) -> str:
+        """How the names of depth tensors begin in a checkpoint of this kind."""
+        return "model.attn_res." if self.has_head else "attn_res."
+
+    def expected_depth_names(self, config: transformers.PreTrainedConfig) -> list[str]:
+        """Return the names of the depth tensors that an Attention Residuals checkpoint of its kind has, sorted."""
+        if config.attn_res_mode == "none":
             return []
-        prefix = "model." if self.has_head else ""
-        return [f"{prefix}attn_res.norm", f"{prefix}attn_res.query"]
+        with torch.device("meta"):
+            depth = DepthAttention.from_config(config)
+        return sorted(f"{self.depth_prefix}{name}" for name, _ in depth.named_parameters())
 
     @cached_property
     def config_class(self) -> type[transformers.PreTrainedConfig]:
@@ -236,29 +241,32 @@ class Checkpoint:
             )
         return QUANTISATION_TENSORS[method]
 
-    def read_depth(self, config: transformers.PreTrainedConfig) -> tuple[torch.Tensor, torch.Tensor]:
-        """Read the queries and the key norms of depth attention, a row per site.
+    def read_depth(self, config: transformers.PreTrainedConfig) -> DepthAttention:
+        """Read the parameters of depth attention.
 
         Raises:
             CheckpointError: one is missing, of another shape than the config implies, or not finite.
         """
-        names, expected = self.depth_names, self.expected_depth_names
+        names, expected = self.depth_names, self.expected_depth_names(config)
         if names != expected:
             raise CheckpointError(
                 f"{self.folder}: expected the depth tensors {' and '.join(expected)}, found "
                 f"{' and '.join(names) or 'none'}."
             )
-        shape = [config.attn_res_layout.num_sites, config.hidden_size]
+        depth = DepthAttention.from_config(config)
         with self.open_tensors() as read:
-            norm, query = (read(name).float() for name in names)
-        for name, tensor in zip(names, (norm, query)):
+            tensors = {name: read(name).float() for name in names}
+        for name, parameter in depth.named_parameters():
+            name = f"{self.depth_prefix}{name}"
+            tensor, shape = tensors[name], list(parameter.shape)
             if list(tensor.shape) != shape:
                 raise CheckpointError(
                     f"{self.folder}: {name} has shape {list(tensor.shape)}, but {CONFIG_NAME} implies {shape}."
                 )
             if not tensor.isfinite().all():
                 raise CheckpointError(f"{self.folder}: {name} holds values that are not finite.")
-        return query, norm
+            parameter.data = tensor
+        return depth
 
     def check_fit(self, config: transformers.PreTrainedConfig) -> None:
         """Check that the tensors are those that the config's model expects; depth parameters may yet be missing.
@@ -304,7 +312,7 @@ class Checkpoint:
             )
         # Nothing is missing but the depth parameters that no shard holds yet.
         depth = sorted(filter(is_depth_parameter, loading["missing_keys"]))
-        expected = [name for name in self.expected_depth_names if name not in self.weight_map]
+        expected = [name for name in self.expected_depth_names(config) if name not in self.weight_map]
         if depth != expected:
             raise self.not_portable(f"its depth parameters are {depth}, expected {expected}.")
         missing = sorted(set(loading["missing_keys"]).difference(depth))
@@ -320,9 +328,11 @@ class Checkpoint:
             )
 
 
-def is_known_lossless(model_type: str) -> bool:
-    """Say whether a base family's ports are tested to be lossless; a port of any other is verified when it is made."""
-    return model_type in modeling_attnres.LOSSLESS_FAMILIES
+def is_known_lossless(config: transformers.PreTrainedConfig) -> bool:
+    """Say whether ports like this are tested to be lossless; any other is verified when it is made."""
+    add = config.attn_res_form == "add"
+    families = modeling_attnres.ADDITIVE_FAMILIES if add else modeling_attnres.LOSSLESS_FAMILIES
+    return config.base_model_type() in families
 
 
 def model_class(config_class: type[transformers.PreTrainedConfig], has_head: bool) -> type:

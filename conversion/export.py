@@ -1,9 +1,8 @@
-"""Back to the base family, where that changes nothing: all queries zero."""
+"""Back to the base family, where that changes nothing: depth attention as it was at the start."""
 
 from dataclasses import dataclass, fields
 from pathlib import Path
 
-import torch
 from huggingface_hub.constants import REPOCARD_NAME
 from transformers import PreTrainedConfig
 
@@ -27,7 +26,7 @@ class ExportReport:
         return (
             f"exported to {self.target}\n"
             f"family      {self.family}\n"
-            f"dropped     {self.tensors_dropped} depth tensors: their queries are zero, the base computes the same"
+            f"dropped     {self.tensors_dropped} depth tensors: they are as at the start, the base computes the same"
         )
 
 
@@ -35,7 +34,7 @@ def export_checkpoint(source: str, target: Path) -> ExportReport:
     """Write an Attention Residuals checkpoint as one of its base family.
 
     Raises:
-        UserError: the source is none, its queries are trained, or it was not ported.
+        UserError: the source is none, its depth attention is trained, or it was not ported.
 
     Example:
         from pathlib import Path
@@ -74,29 +73,31 @@ def check_exportable(checkpoint: Checkpoint) -> PreTrainedConfig:
     checkpoint.check_fit(config)
     if config.attn_res_mode == "none":
         return config
-    # Is every read a plain mean, which a norm with scaled epsilon cannot tell from the sum?
-    norms = query_norms(checkpoint, config)
-    trained = {site: norm for site, norm in norms.items() if norm > 0}
+    # Is every read as at the start? A norm with scaled epsilon cannot tell it from the sum, or its gate is closed.
+    depth = checkpoint.read_depth(config)
+    distances = depth.distance_from_start()
+    trained = [distance for distance in distances.values() if distance > 0]
     if trained:
+        plural = {"query": "queries", "query_up": "query projections", "static": "static weights", "gate": "gates"}
         raise CheckpointError(
-            f"{checkpoint.folder}: {len(trained)} of {len(norms)} queries are trained (the largest norm is "
-            f"{max(trained.values()):.3g}); no model of the base family computes the same."
+            f"{checkpoint.folder}: {len(trained)} of {len(distances)} {plural[depth.moving]} are trained (the largest "
+            f"norm is {max(trained):.3g}); no model of the base family computes the same."
         )
-    if not config.attn_res_scale_norm_eps:
-        raise CheckpointError(
-            f"{checkpoint.folder}: attn_res_scale_norm_eps is off, so its norms use another epsilon than the base's."
-        )
+    if config.attn_res_form == "replace":
+        if drops_sources(config):
+            raise CheckpointError(f"{checkpoint.folder}: attn_res_window={config.attn_res_window} drops sources.")
+        if not config.attn_res_scale_norm_eps:
+            raise CheckpointError(
+                f"{checkpoint.folder}: attn_res_scale_norm_eps is off, so its norms use another epsilon than the "
+                "base's."
+            )
     return config
 
 
-def query_norms(checkpoint: Checkpoint, config: PreTrainedConfig) -> dict[int, float]:
-    """Return the norm of each site's query, without the first site's, which has no effect.
-
-    Raises:
-        CheckpointError: the depth tensors are not what the config implies.
-    """
-    query, _ = checkpoint.read_depth(config)
-    return dict(enumerate(torch.linalg.vector_norm(query[1:].double(), dim=-1).tolist(), start=1))
+def drops_sources(config: PreTrainedConfig) -> bool:
+    """Say whether a window hides a source from any site."""
+    layout = config.attn_res_layout
+    return any(len(layout.visible_blocks(site)) < layout.closed_blocks(site) for site in range(layout.num_sites))
 
 
 def write_base_shards(checkpoint: Checkpoint, folder: Path) -> None:

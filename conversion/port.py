@@ -1,12 +1,13 @@
 """The lossless port: a base checkpoint becomes an Attention Residuals checkpoint that computes the same.
 
 No tensor is loaded or changed. The shards are taken over as files; one more shard holds the depth parameters (zero
-queries, unit norms); the config gains the Attention Residuals fields, with `attn_res_scale_norm_eps` on.
+queries, unit norms); the config gains the Attention Residuals fields, with `attn_res_scale_norm_eps` on. Other forms
+than the paper's start as losslessly, or are refused.
 """
 
 import math
 import shlex
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 
@@ -16,9 +17,11 @@ from transformers import PreTrainedConfig
 
 from common.errors import AnswerIsNo, UserError, describe
 from common.files import check_target, complete_or_absent, take_over
-from model_cards.blocks import describe_blocks
+from model_cards.blocks import describe_blocks, describe_form
+from modeling_attnres import DepthAttention
 
 from .checkpoint import Checkpoint, CheckpointError, is_known_lossless, model_class, open_source
+from .export import drops_sources
 from .verify import Verification, verify_checkpoints
 from .writing import add_card, copy_other_files, numbered, other_files, write_port
 
@@ -60,6 +63,26 @@ class Blocks:
 
 
 @dataclass(frozen=True)
+class Form:
+    """The form of a port's depth attention: the config's `attn_res_…` fields of these names; the paper's by default."""
+
+    form: str = "replace"
+    heads: int = 1
+    query: str = "learned"
+    query_rank: int | None = None
+    weights: str = "softmax"
+    key_norm: bool = True
+    window: int | None = None
+
+    def fields(self) -> dict:
+        """Return the config fields."""
+        # the form "add" reads the stream as the base does, with the base's eps
+        return {f"attn_res_{name}": value for name, value in asdict(self).items()} | {
+            "attn_res_scale_norm_eps": self.form != "add"
+        }
+
+
+@dataclass(frozen=True)
 class PortReport:
     """What a port did."""
 
@@ -70,15 +93,15 @@ class PortReport:
 
     def __str__(self) -> str:
         verified = f"\n{self.verification}\n" if self.verification is not None else ""
-        if self.verification is not None and not is_known_lossless(self.config.base_model_type()):
+        if self.verification is not None and not is_known_lossless(self.config):
             verified = f"\nverified, for its family is not among those tested to be lossless:{verified}"
         return (
             f"ported to  {self.target}\n"
             f"family     {self.config.model_type}\n"
             f"mode       {self.config.attn_res_mode}\n"
             f"blocks     {describe_blocks(self.config)}\n"
-            f"parameters {self.parameters_added:,} added: a zero query and a unit norm for each of "
-            f"{self.config.attn_res_layout.num_sites} sites\n"
+            f"form       {describe_form(self.config)}\n"
+            f"parameters {self.parameters_added:,} added, for {self.config.attn_res_layout.num_sites} sites\n"
             f"card       {self.target / REPOCARD_NAME}\n"
             f"{verified}\n"
             f"try it:\n{try_command(self.target)}"
@@ -101,6 +124,7 @@ def port_checkpoint(
     blocks: Blocks = Blocks(),
     link: bool = False,
     verify: bool = False,
+    form: Form = Form(),
 ) -> PortReport:
     """Port a checkpoint: write one with depth attention that computes the same.
 
@@ -111,6 +135,7 @@ def port_checkpoint(
         link: hard-link the shards in place of copying them.
         verify: compare tensors, tokenizer and logits with the source's before the target appears. Done anyway for a
             family whose ports are not tested to be lossless.
+        form: of depth attention; `Form("add")` ports families that the paper's form cannot take.
 
     Raises:
         UserError: the source, the target or the blocks cannot be used. The target has not been written.
@@ -126,13 +151,13 @@ def port_checkpoint(
     check_target(target, source)
     with complete_or_absent(target) as folder, open_source(source, folder) as checkpoint:
         # Write shards, config, code and what else lies in the source.
-        config = check_portable(checkpoint, blocks)
-        depth = depth_tensors(config, prefix="model." if checkpoint.has_head else "")
+        config = check_portable(checkpoint, blocks, form)
+        depth = depth_tensors(config, checkpoint.depth_prefix)
         write_port(checkpoint, folder, config, depth, partial(take_over, link=link))
         copy_other_files(checkpoint, folder)
         # Compare the port with its source.
         verification = None
-        if verify or not is_known_lossless(config.base_model_type()):
+        if verify or not is_known_lossless(config):
             try:
                 verification = verify_checkpoints(checkpoint, Checkpoint(folder))
             except UserError as error:
@@ -148,37 +173,42 @@ def port_checkpoint(
     return PortReport(target, config, sum(tensor.numel() for tensor in depth.values()), verification)
 
 
-def check_portable(checkpoint: Checkpoint, blocks: Blocks) -> PreTrainedConfig:
+def check_portable(checkpoint: Checkpoint, blocks: Blocks, form: Form = Form()) -> PreTrainedConfig:
     """Return the config of the port, after all checks that need nothing written.
 
     Raises:
         UserError: says why there can be none.
     """
-    config = attnres_config(checkpoint, blocks)
+    config = attnres_config(checkpoint, blocks, form)
     checkpoint.check_fit(config)
     other_files(checkpoint)
     return config
 
 
-def attnres_config(checkpoint: Checkpoint, blocks: Blocks) -> PreTrainedConfig:
+def attnres_config(checkpoint: Checkpoint, blocks: Blocks, form: Form) -> PreTrainedConfig:
     """Return the config of the port: the source's, with the Attention Residuals fields."""
     if checkpoint.is_attnres:
         model_type = checkpoint.config["model_type"]
         raise CheckpointError(f"{checkpoint.folder} is an Attention Residuals checkpoint already ({model_type}).")
     config = checkpoint.read_config()
     try:
-        for name, value in blocks.fields(config.num_hidden_layers).items():
+        for name, value in (blocks.fields(config.num_hidden_layers) | form.fields()).items():
             setattr(config, name, value)
-        config.attn_res_scale_norm_eps = True
         config.validate_attn_res()
     except (ValueError, TypeError) as error:
         raise CheckpointError(describe(error)) from error
+    if form.form == "replace" and drops_sources(config):
+        raise CheckpointError(
+            f"A window of {form.window} hides sources, whose sum a port's norms read: it would not compute what "
+            "its source does. The form 'add' goes with it."
+        )
     config.architectures = [model_class(type(config), checkpoint.has_head).__name__]
     config.auto_map = config.remote_code()
     return config
 
 
 def depth_tensors(config: PreTrainedConfig, prefix: str) -> dict[str, torch.Tensor]:
-    """Return zero queries and unit norms, a row per site, in fp32."""
-    shape = config.attn_res_layout.num_sites, config.hidden_size
-    return {f"{prefix}attn_res.query": torch.zeros(shape), f"{prefix}attn_res.norm": torch.ones(shape)}
+    """Return the parameters of depth attention as they are at the start, in fp32, the same each time."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        return {f"{prefix}{name}": tensor for name, tensor in DepthAttention.from_config(config).state_dict().items()}

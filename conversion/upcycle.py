@@ -103,7 +103,7 @@ def upcycle_checkpoint(
             write_new(Path(base) / CONFIG_NAME, config.to_json_string())
             upcycled = Checkpoint(Path(base))
             attnres = check_portable(upcycled, blocks)
-            depth = depth_tensors(attnres, prefix="model." if upcycled.has_head else "")
+            depth = depth_tensors(attnres, upcycled.depth_prefix)
             write_port(upcycled, folder, attnres, depth, move)
         # Add the source's other files, measure what noise has changed, and record how it was made.
         copy_other_files(checkpoint, folder, (*WRITTEN_ANEW, TOKENIZER_CONFIG_FILE))

@@ -119,7 +119,7 @@ def verify_checkpoints(base: Checkpoint, port: Checkpoint, text: Path | None = N
     sample, name = read_text(text)
     # Tensors; both tokenizers on the sample; logits [1, T, vocabulary] for the token ids of the source's.
     differing = tuple(_differing_tensors(base, port))
-    depth = port.expected_depth_names
+    depth = port.expected_depth_names(port.read_config())
     token_ids = [_token_ids(checkpoint.folder, sample) for checkpoint in (base, port)]
     ids, base_logits, port_logits = _logits_of_both(base, port, sample, token_ids[0])
     return Verification(
@@ -175,7 +175,8 @@ def _differing_tensors(base: Checkpoint, port: Checkpoint) -> Iterator[str]:
         for name in tqdm(base.weight_map, desc="comparing tensors", unit="tensor"):
             if name not in port.weight_map or not _same_bytes(read_base(name), read_port(name)):
                 yield name
-    yield from sorted(port.weight_map.keys() - base.weight_map.keys() - {*port.expected_depth_names})
+    depth = port.expected_depth_names(port.read_config())
+    yield from sorted(port.weight_map.keys() - base.weight_map.keys() - {*depth})
 
 
 def _differing_files(base: Checkpoint, port: Checkpoint) -> Iterator[str]:

@@ -1,6 +1,8 @@
-"""The blocks of a config, in words and as a line."""
+"""The blocks and the form of a config's depth attention, in words, and the blocks as a line."""
 
 from transformers import PreTrainedConfig
+
+from modeling_attnres.configuration_attnres import AttnResConfigMixin
 
 
 def describe_blocks(config: PreTrainedConfig) -> str:
@@ -12,6 +14,14 @@ def describe_blocks(config: PreTrainedConfig) -> str:
     blocks = config.attn_res_layout.blocks
     layers = ", ".join(f"{block[0]}-{block[-1]}" if len(block) > 1 else f"{block[0]}" for block in blocks)
     return f"{len(blocks)} (decoder layers {layers})"
+
+
+def describe_form(config: PreTrainedConfig) -> str:
+    """Return the form in words: the fields that are not the paper's."""
+    names = ("form", "heads", "query", "query_rank", "weights", "key_norm", "window")
+    defaults = {name: AttnResConfigMixin.__dataclass_fields__[f"attn_res_{name}"].default for name in names}
+    given = {name: getattr(config, f"attn_res_{name}") for name in names}
+    return ", ".join(f"{name} {value}" for name, value in given.items() if value != defaults[name]) or "the paper's"
 
 
 def draw_blocks(config: PreTrainedConfig) -> str:

@@ -11,16 +11,19 @@ import sys
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from . import configuration_attnres, modeling_attnres
-from .configuration_attnres import LOSSLESS_FAMILIES, BlockLayout, config_name, is_attnres_type
+from .configuration_attnres import ADDITIVE_FAMILIES, LOSSLESS_FAMILIES, BlockLayout, config_name, is_attnres_type
 from .depth_attention import DepthAttention, DepthReader, depth_read, is_depth_parameter, register_depth_reader
+from .depth_forms import depth_interventions
 from .modeling_attnres import register_family_parts
 
 
 __all__ = [
+    "ADDITIVE_FAMILIES",
     "LOSSLESS_FAMILIES",
     "BlockLayout",
     "DepthAttention",
     "DepthReader",
+    "depth_interventions",
     "depth_read",
     "is_depth_parameter",
     "register_depth_reader",

@@ -1,5 +1,5 @@
 # Copyright 2026 The attention-residuals authors. Licensed under the Apache License, Version 2.0.
-"""The configuration of Attention Residuals: four fields, added to the configuration of any base family.
+"""The configuration of Attention Residuals: fields added to the configuration of any base family.
 
 `AttnResConfigMixin` holds the fields and their validation; `BlockLayout` what they imply (which site reads which
 sources). The config class of a family is derived when it is asked for: `AttnResLlamaConfig` is `LlamaConfig` with the
@@ -21,7 +21,8 @@ from transformers.models.auto import modeling_auto, tokenization_auto
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 from transformers.utils import logging
 
-from .depth_attention import check_depth_reader
+from .depth_attention import DepthForm, check_depth_reader
+from .depth_forms import GeneralReader  # noqa: F401 (its file registers a reader that a config may name)
 from .depth_readers import TwoPhaseReader  # noqa: F401 (its file registers the readers that a config may name)
 
 
@@ -49,6 +50,14 @@ LOSSLESS_FAMILIES = frozenset(
     """.split()  # noqa: SIM905 (a list would be a line per family)
 )
 
+# Those that the same tests prove exact in the form "add", which leaves the residual stream as it is.
+ADDITIVE_FAMILIES = LOSSLESS_FAMILIES | frozenset(
+    """
+    beam doge exaone exaone4 flex_olmo granitemoe_swa granitemoeshared hyperclovax internlm3 iquestcoder jetmoe kolibri1
+    llama4_text minimax olmo2 olmo3 olmo_hybrid persimmon
+    """.split()  # noqa: SIM905
+)
+
 if not Version(TESTED_TRANSFORMERS[0]) <= Version(transformers.__version__) < Version(TESTED_TRANSFORMERS[1]):
     logging.get_logger(__name__).warning_once(
         f"Attention Residuals is tested with transformers >= {TESTED_TRANSFORMERS[0]}, < {TESTED_TRANSFORMERS[1]}; "
@@ -60,17 +69,23 @@ if not Version(TESTED_TRANSFORMERS[0]) <= Version(transformers.__version__) < Ve
 class BlockLayout:
     """Which sources each site reads. Site 2l is the attention of decoder layer l, 2l + 1 its MLP, 2L the output.
 
-    A site reads the closed blocks (the embedding is the first) and, unless it opens a block, the running sum.
+    A site reads the closed blocks (the embedding is the first) and, unless it opens a block, the running sum. In the
+    form "add" the null source is the first block, the embedding the second, and the running sum is read in Full mode
+    only: elsewhere the residual stream, which holds it, goes beside the mixture.
 
     Args:
         num_layers: L, decoder layers.
         starts: the first decoder layer of each block.
         full: every sublayer's output is a block of its own, and `starts` is every layer.
+        additive: of the form "add".
+        window: sites read the embedding (and the null source) and this many newest sources only; `None`: all.
     """
 
     num_layers: int
     starts: tuple[int, ...]
     full: bool = False
+    additive: bool = False
+    window: int | None = None
 
     @property
     def num_sites(self) -> int:
@@ -85,17 +100,37 @@ class BlockLayout:
         """Say whether the layer's attention reads closed blocks only."""
         return layer in self.starts
 
+    def reads_running_sum(self, site: int) -> bool:
+        """Say whether the running sum is among the site's sources."""
+        opens = site % 2 == 0 and self.opens_block(site // 2)
+        return not opens and (self.full or not self.additive)
+
     def closed_blocks(self, site: int) -> int:
         """Return how many blocks have closed once the site's layer has started (at the output: all layers have run)."""
         layer = site // 2
+        null = 1 if self.additive else 0
         if self.full:
-            return min(2 * layer + 1, 2 * self.num_layers)
-        return sum(start <= layer for start in self.starts)
+            return null + min(2 * layer + 1, 2 * self.num_layers)
+        return null + sum(start <= layer for start in self.starts)
+
+    def visible_blocks(self, site: int) -> list[int]:
+        """Return which of the closed blocks the site reads, oldest first."""
+        closed = self.closed_blocks(site)
+        if self.window is None:
+            return list(range(closed))
+        always = 2 if self.additive else 1
+        newest = self.window - 1 if self.reads_running_sum(site) else self.window
+        return [*range(min(always, closed)), *range(max(always, closed - newest), closed)]
 
     def num_sources(self, site: int) -> int:
         """Return how many sources the site reads."""
-        opens = site % 2 == 0 and self.opens_block(site // 2)
-        return self.closed_blocks(site) if opens else self.closed_blocks(site) + 1
+        blocks = len(self.visible_blocks(site))
+        return blocks + 1 if self.reads_running_sum(site) else blocks
+
+    @property
+    def max_sources(self) -> int:
+        """The most sources that a site reads."""
+        return max(self.num_sources(site) for site in range(self.num_sites))
 
     def end_of_block(self, site: int) -> int:
         """Return the first site after the block of the site's layer."""
@@ -103,13 +138,21 @@ class BlockLayout:
         return later[0] if later else self.num_sites
 
     def sources_of(self, site: int) -> list[range]:
-        """Return, for each source of a site, what it sums: 0 is the embedding, u > 0 the output of site u - 1."""
-        if self.full:
-            return [range(u, u + 1) for u in range(site + 1)]
-        # the embedding alone, then the outputs of each block, as far as they lie before the site
-        ends = [0, *(2 * layer + 1 for layer in self.starts), self.num_sites]
-        sources = [range(begin, min(end, site + 1)) for begin, end in pairwise(ends)]
-        return [source for source in sources if len(source) > 0]
+        """Return, for each source of a site, what it sums: 0 is the embedding, u > 0 the output of site u - 1.
+
+        The null source sums nothing.
+        """
+        blocks = [range(u, u + 1) for u in range(2 * self.num_layers)]
+        if not self.full:  # the embedding alone, then the outputs of each block
+            ends = [0, *(2 * layer + 1 for layer in self.starts), self.num_sites]
+            blocks = [range(begin, end) for begin, end in pairwise(ends)]
+        if self.additive:
+            blocks = [range(0), *blocks]
+        sources = [blocks[block] for block in self.visible_blocks(site)]
+        if self.reads_running_sum(site):  # what has not closed before the site
+            closed = self.closed_blocks(site)
+            sources.append(range(max((block.stop for block in blocks[:closed]), default=0), site + 1))
+        return sources
 
 
 @dataclass(repr=False, eq=False, kw_only=True)
@@ -127,6 +170,17 @@ class AttnResConfigMixin:
             the model compute exactly what its base computes (RMSNorm(h / n, eps / n²) = RMSNorm(h, eps)): set for
             ported checkpoints (on where the config of a base checkpoint is read), off for models trained with Attention
             Residuals from the start.
+        attn_res_form: `"replace"` (the paper): a sublayer reads the mixture in place of the residual stream. `"add"`:
+            it reads the stream plus gate × mixture, a gate per site and head that starts at 0, so any base family is
+            computed exactly, post-norms and multipliers included. The mixture is of a learned null source, the
+            embedding and the closed blocks.
+        attn_res_heads: the width is cut into this many equal parts, each with a softmax over depth of its own.
+        attn_res_query: `"learned"`, a pseudo-query per site, or `"input"`: projected from the newest source.
+        attn_res_query_rank: of that projection; default: the whole width.
+        attn_res_weights: `"softmax"`, `"sigmoid"` (divided by nothing), `"static"` (softmax of learned numbers that no
+            activation changes), or `"static_raw"` (those numbers themselves, 1 at the start: DenseFormer).
+        attn_res_key_norm: normalise the keys.
+        attn_res_window: read the embedding and this many newest sources only.
 
     Raises:
         StrictDataclassError: a field has the wrong type or value, or the fields contradict each other.
@@ -136,6 +190,13 @@ class AttnResConfigMixin:
     attn_res_block_size: int | None = None
     attn_res_block_boundaries: list[int] | None = None
     attn_res_scale_norm_eps: bool = False
+    attn_res_form: Literal["replace", "add"] = "replace"
+    attn_res_heads: int = 1
+    attn_res_query: Literal["learned", "input"] = "learned"
+    attn_res_query_rank: int | None = None
+    attn_res_weights: Literal["softmax", "sigmoid", "static", "static_raw"] = "softmax"
+    attn_res_key_norm: bool = True
+    attn_res_window: int | None = None
 
     @classmethod
     def get_config_dict(cls, pretrained_model_name_or_path, **kwargs) -> tuple[dict, dict]:
@@ -206,6 +267,38 @@ class AttnResConfigMixin:
                     f"(0 to {self.num_hidden_layers - 1}), got {boundaries}."
                 )
 
+        if self.attn_res_mode != "none":
+            self._validate_form()
+
+    def _validate_form(self) -> None:
+        """Check the fields of the form, and that they go together."""
+        # Each by itself
+        heads, rank, width = self.attn_res_heads, self.attn_res_query_rank, self.hidden_size
+        if heads < 1 or width % heads != 0:
+            raise ValueError(f"attn_res_heads must divide hidden_size ({width}) into equal parts, got {heads}.")
+        if self.attn_res_window is not None and self.attn_res_window < 1:
+            raise ValueError(f"attn_res_window must be at least 1 source, got {self.attn_res_window}.")
+        if rank is not None and not 1 <= rank <= width:
+            raise ValueError(f"attn_res_query_rank must be from 1 to hidden_size ({width}), got {rank}.")
+        # Together
+        weights, static = self.attn_res_weights, self.attn_res_weights.startswith("static")
+        if rank is not None and self.attn_res_query != "input":
+            raise ValueError(f"attn_res_query_rank={rank} needs attn_res_query='input'; a learned query has no rank.")
+        without_meaning = {
+            "attn_res_query='input'": static and self.attn_res_query == "input",
+            "attn_res_key_norm=False": static and not self.attn_res_key_norm,
+            f"attn_res_heads={heads}": static and heads > 1,
+            "attn_res_form='add'": weights in ("sigmoid", "static_raw") and self.attn_res_form == "add",
+        }
+        for field, refused in without_meaning.items():
+            if refused:
+                reason = (
+                    "static weights are one number per site and source, made of no query, key or head"
+                    if field != "attn_res_form='add'"
+                    else "the null source takes part in a softmax, which these weights are not"
+                )
+                raise ValueError(f"{field} does not go with attn_res_weights={weights!r}: {reason}.")
+
     def __post_init__(self, **kwargs):
         kwargs.pop("model_type", None)  # a base config's dict brings its own, which would shadow the class's
         self.attn_res_implementation = kwargs.pop("attn_res_implementation", "auto")
@@ -235,12 +328,26 @@ class AttnResConfigMixin:
     @property
     def attn_res_layout(self) -> BlockLayout:
         """Which site reads which sources; the mode is not `"none"`."""
-        layers = self.num_hidden_layers
-        if self.attn_res_mode == "full":
-            return BlockLayout(layers, tuple(range(layers)), full=True)
-        if self.attn_res_block_boundaries is not None:
-            return BlockLayout(layers, tuple(self.attn_res_block_boundaries))
-        return BlockLayout(layers, tuple(range(0, layers, self.attn_res_block_size or -(-layers // 8))))
+        layers, full = self.num_hidden_layers, self.attn_res_mode == "full"
+        if full:
+            starts = range(layers)
+        elif self.attn_res_block_boundaries is not None:
+            starts = self.attn_res_block_boundaries
+        else:
+            starts = range(0, layers, self.attn_res_block_size or -(-layers // 8))
+        return BlockLayout(layers, tuple(starts), full, self.attn_res_form == "add", self.attn_res_window)
+
+    @property
+    def attn_res_depth_form(self) -> DepthForm:
+        """The form of depth attention."""
+        return DepthForm(
+            additive=self.attn_res_form == "add",
+            heads=self.attn_res_heads,
+            query=self.attn_res_query,
+            query_rank=self.attn_res_query_rank,
+            weights=self.attn_res_weights,
+            key_norm=self.attn_res_key_norm,
+        )
 
 
 # ----------------------------------------------------------------------------------------------- families are derived

@@ -13,7 +13,8 @@ In this file, in the order to read it:
     - `DepthReader`: the interface between a model and the way it reads over depth. A reader lives for one forward
       pass: it is given each block as it closes, and returns what a site reads. `register_depth_reader` adds one.
     - `EagerReader`: the plain reader; tests compare those for training and inference (`depth_readers.py`) with it.
-No model family is known here.
+Then `residual_stream.py`: how a pass of a model closes blocks and carries the running sum from layer to layer. No model
+family is known here. Other forms (static weights, queries from the input, …) are read by `depth_forms.py`.
 
 Words, ours = Kimi K3's = flash-linear-attention's:
     running sum  = prefix_sum      = the last of `residuals`     what the block's sublayers have added so far
@@ -21,13 +22,15 @@ Words, ours = Kimi K3's = flash-linear-attention's:
     query, norm  = res_proj, res_norm = query, rms_weight        the two parameters of a site
     site         = one read: 2l is the attention of decoder layer l, 2l + 1 its MLP, 2L the output (the final norm)
 
-Shapes: B batch, T tokens, D hidden size, L decoder layers, S = 2L + 1 sites, N closed blocks.
+Shapes: B batch, T tokens, D hidden size, L decoder layers, S = 2L + 1 sites, N closed blocks. With several heads D is
+two axes, H heads × E = D / H, and what is one number per token (logits, weights) has an axis H, too.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import nullcontext
+from dataclasses import dataclass
 from typing import ClassVar, NamedTuple
 
 import torch
@@ -80,37 +83,140 @@ def autocast_off(x: torch.Tensor):
     return nullcontext()
 
 
+@dataclass(frozen=True)
+class DepthForm:
+    """The form of depth attention; the defaults are the paper's. Its fields are those of the config (`attn_res_…`)."""
+
+    additive: bool = False
+    heads: int = 1
+    query: str = "learned"
+    query_rank: int | None = None
+    weights: str = "softmax"
+    key_norm: bool = True
+
+    @property
+    def unusual(self) -> str:
+        """What only the reader `"general"` reads, as the config says it; empty where every reader does."""
+        fields = {"query": self.query, "weights": self.weights, "key_norm": self.key_norm}
+        usual = {"query": "learned", "weights": "softmax", "key_norm": True}
+        return ", ".join(f"attn_res_{name}={value!r}" for name, value in fields.items() if value != usual[name])
+
+    def share_at_start(self, num_sources: int) -> int:
+        """Return n, where a site of a new model reads its sources' sum / n: by that a port scales its norms' eps."""
+        return {"sigmoid": 2, "static_raw": 1}.get(self.weights, num_sources)
+
+
+class DepthParameters(NamedTuple):
+    """What `DepthAttention` gives to a pass; `None` is what the form does not have."""
+
+    queries_SD: torch.Tensor | None = None  # effective queries √D · w ⊙ γ of all sites
+    key_gains_SD: torch.Tensor | None = None  # √D · γ, for queries that are made of the input
+    query_down_SRD: torch.Tensor | None = None
+    query_up_SDR: torch.Tensor | None = None
+    static_SN: torch.Tensor | None = None  # logits or weights that no activation changes
+    null_D: torch.Tensor | None = None
+    gates_SD: torch.Tensor | None = None
+
+    def to(self, device: torch.device, dtype: torch.dtype) -> DepthParameters:
+        """Return them on a device, in a dtype."""
+        return DepthParameters(*(None if tensor is None else tensor.to(device, dtype) for tensor in self))
+
+
 class DepthAttention(nn.Module):
     """The parameters of depth attention for the whole model: a pseudo-query w and a key norm γ per site.
 
-    | name in memory and on disk | shape  | dtype | at the start |
-    |----------------------------|--------|-------|--------------|
-    | `model.attn_res.query`     | [S, D] | fp32  | 0            |
-    | `model.attn_res.norm`      | [S, D] | fp32  | 1            |
+    | name in memory and on disk    | shape     | at the start | where                                          |
+    |-------------------------------|-----------|--------------|------------------------------------------------|
+    | `model.attn_res.query`        | [S, D]    | 0            | queries are learned (the default)              |
+    | `model.attn_res.norm`         | [S, D]    | 1            | keys are normalised (the default)              |
+    | `model.attn_res.query_up`     | [S, D, R] | 0            | queries are made of the input, by rank R or D  |
+    | `model.attn_res.query_down`   | [S, R, D] | random       | … of a rank                                    |
+    | `model.attn_res.static`       | [S, N]    | 0, raw: 1    | weights are static; N: the most sources        |
+    | `model.attn_res.null`         | [D]       | 0            | form "add": the null source                    |
+    | `model.attn_res.gate`         | [S, H]    | 0            | form "add": of the mixture, one per head       |
 
-    One module at the root of the model: a block's queries are needed together, PEFT trains them by one name, and small
-    steps of a vector that starts at zero are not rounded away. Zero queries and unit norms read the plain mean of the
-    sources. Row 0 has no effect: the first sublayer has one source.
+    All are fp32. One module at the root of the model: a block's queries are needed together, PEFT trains them by one
+    name, and small steps of a vector that starts at zero are not rounded away. Zero queries and unit norms read the
+    plain mean of the sources. Row 0 has no effect where the first sublayer has one source.
     """
 
-    def __init__(self, num_sites: int, hidden_size: int):
+    def __init__(self, num_sites: int, hidden_size: int, form: DepthForm = DepthForm(), max_sources: int = 1):
         super().__init__()
-        self.query = nn.Parameter(torch.empty(num_sites, hidden_size, dtype=torch.float32))
-        self.norm = nn.Parameter(torch.empty(num_sites, hidden_size, dtype=torch.float32))
+        self.form = form
+        rank = form.query_rank
+
+        def new(*shape: int) -> nn.Parameter:
+            return nn.Parameter(torch.empty(shape, dtype=torch.float32))
+
+        if form.weights.startswith("static"):
+            self.static = new(num_sites, max_sources)
+        elif form.query == "learned":
+            self.query = new(num_sites, hidden_size)
+        else:
+            self.query_up = new(num_sites, hidden_size, rank or hidden_size)
+            if rank is not None:
+                self.query_down = new(num_sites, rank, hidden_size)
+        if form.key_norm and not form.weights.startswith("static"):
+            self.norm = new(num_sites, hidden_size)
+        if form.additive:
+            self.null, self.gate = new(hidden_size), new(num_sites, form.heads)
+        self.hidden_size = hidden_size
         self.reset_parameters()
 
-    def reset_parameters(self) -> None:
-        """Set the queries to zero and the norms to one, unless they were loaded."""
-        init.zeros_(self.query)
-        init.ones_(self.norm)
+    @classmethod
+    def from_config(cls, config) -> DepthAttention:
+        """Make that of a model with this config."""
+        layout = config.attn_res_layout
+        return cls(layout.num_sites, config.hidden_size, config.attn_res_depth_form, layout.max_sources)
 
-    def forward(self) -> torch.Tensor:
-        """Return the effective queries √D · w ⊙ γ of all sites, `[S, D]`.
+    @property
+    def moving(self) -> str:
+        """The name of the parameter whose start, at every site, makes a port compute what its base does."""
+        if self.form.additive:
+            return "gate"
+        return next(name for name in ("query", "query_up", "static") if name in self._parameters)
+
+    def distance_from_start(self) -> dict[int, float]:
+        """Return by site how far its `moving` parameter is from its start; without a first site that has no choice."""
+        parameter = getattr(self, self.moving).detach()
+        start = 1 if self.form.weights == "static_raw" and not self.form.additive else 0
+        distances = torch.linalg.vector_norm((parameter.double() - start).flatten(1), dim=-1).tolist()
+        one_source = not self.form.additive and self.form.weights in ("softmax", "static")  # whose weight is 1
+        return {site: distance for site, distance in enumerate(distances) if site > 0 or not one_source}
+
+    def reset_parameters(self) -> None:
+        """Set each parameter to what it is at the start, unless it was loaded."""
+        for name, parameter in self.named_parameters():
+            if name == "query_down":
+                init.normal_(parameter, std=self.hidden_size**-0.5)
+            elif name == "norm" or (name == "static" and self.form.weights == "static_raw"):
+                init.ones_(parameter)
+            else:
+                init.zeros_(parameter)
+
+    def forward(self) -> DepthParameters:
+        """Return what a pass reads with.
 
         The norm's weight only ever appears in the product w · (γ ⊙ x / rms(x)), so it is folded into the query, and so
-        is the √D between |x| and rms(x).
+        is the √D between |x| and rms(x). With heads the queries are `[S, H, E]`.
         """
-        return self.query * self.norm * self.query.shape[-1] ** 0.5
+        given = self._parameters
+        root, heads = self.hidden_size**0.5, self.form.heads
+        queries_SD, key_gains_SD, gates_SH = given.get("query"), given.get("norm"), given.get("gate")
+        if queries_SD is not None:
+            if key_gains_SD is not None:
+                queries_SD, key_gains_SD = queries_SD * key_gains_SD * root, None
+            if heads > 1:
+                queries_SD = queries_SD.unflatten(-1, (heads, -1))
+        return DepthParameters(
+            queries_SD,
+            None if key_gains_SD is None else key_gains_SD * root,
+            given.get("query_down"),
+            given.get("query_up"),
+            given.get("static"),
+            given.get("null"),
+            None if gates_SH is None else gates_SH.repeat_interleave(self.hidden_size // heads, dim=-1),
+        )
 
     def _apply(self, fn, recurse: bool = True):
         """Move like any module, but stay in fp32: `model.half()` or `.to(torch.bfloat16)` would lose small queries."""
@@ -128,79 +234,85 @@ def is_depth_parameter(name: str) -> bool:
     return "attn_res" in name.split(".")
 
 
-def inverse_size(x_BTD: torch.Tensor, scaled_eps: torch.Tensor) -> torch.Tensor:
+def split_heads(x_BTD: torch.Tensor, width: torch.Size) -> torch.Tensor:
+    """Cut `[B, T, D]` into heads, `[B, T, H, E]`, where `width` is (H, E); leave it where `width` is (D,)."""
+    return x_BTD if len(width) == 1 else x_BTD.unflatten(-1, width)
+
+
+def join_heads(x_BTD: torch.Tensor, width: torch.Size) -> torch.Tensor:
+    """Undo `split_heads`."""
+    return x_BTD if len(width) == 1 else x_BTD.flatten(-2)
+
+
+def inverse_size(x_BTD: torch.Tensor, width: torch.Size, scaled_eps: torch.Tensor) -> torch.Tensor:
     """Return 1 / √(|x|² + D · eps), `[B, T, 1]`, where `scaled_eps` is D · eps: the key norm without its √D.
 
-    The effective queries carry the √D.
+    The effective queries carry the √D. The norm is over the whole width, whatever the heads: then `[B, T, 1, 1]`.
     """
-    norm_BT1 = torch.linalg.vector_norm(x_BTD, dim=-1, keepdim=True, dtype=scaled_eps.dtype)
+    dims = -1 if len(width) == 1 else (-2, -1)
+    norm_BT1 = torch.linalg.vector_norm(x_BTD, dim=dims, keepdim=True, dtype=scaled_eps.dtype)
     return torch.addcmul(scaled_eps, norm_BT1, norm_BT1).rsqrt_()
+
+
+def query_products(x_BTD: torch.Tensor, queries_SD: torch.Tensor) -> torch.Tensor:
+    """Return q · x at S sites, `[B, T, S]` or per head `[B, T, H, S]`, in the queries' dtype, under autocast too."""
+    with autocast_off(x_BTD):
+        x_BTD = x_BTD.to(queries_SD.dtype)
+        if queries_SD.dim() == 2:
+            return torch.matmul(x_BTD, queries_SD.t())
+        return torch.einsum("bthe,she->bths", x_BTD, queries_SD)
 
 
 def source_logits(x_BTD: torch.Tensor, queries_SD: torch.Tensor, scaled_eps: torch.Tensor) -> torch.Tensor:
     """Return the logits `[B, T, S]` of one source at S sites: w · RMSNorm(x), the norm applied to the product.
 
-    Unlike attention over tokens it has no 1/√D. Computed in the queries' dtype (fp32 or fp64), under autocast too.
+    Unlike attention over tokens it has no 1/√D.
     """
-    with autocast_off(x_BTD):
-        return torch.matmul(x_BTD.to(queries_SD.dtype), queries_SD.t()) * inverse_size(x_BTD, scaled_eps)
-
-
-def add_output(running_sum_BTD: torch.Tensor | None, output_BTD: torch.Tensor) -> torch.Tensor:
-    """Add a sublayer's output to the running sum of its block, or open one with it.
-
-    The sum is kept in the statistics dtype: rounding it to bf16 after every sublayer would cost more than all else.
-    """
-    if running_sum_BTD is None:
-        return output_BTD
-    dtype = statistics_dtype(running_sum_BTD.dtype)
-    if running_sum_BTD.dtype != dtype:
-        running_sum_BTD = running_sum_BTD.to(dtype)
-    return running_sum_BTD + output_BTD
-
-
-def version_of(tensor: torch.Tensor) -> int | None:
-    """Return a number that changes with every write to the tensor, or `None` where torch keeps none."""
-    if torch.compiler.is_compiling() or tensor.is_inference():
-        return None
-    return tensor._version
+    return query_products(x_BTD, queries_SD) * inverse_size(x_BTD, queries_SD.shape[1:], scaled_eps)
 
 
 class DepthReader:
     """How depth is read: one object per forward pass, chosen by `attn_res_implementation`.
 
-    A reader implements `blocks`, `append`, `drop_blocks`, `inputs_for` and `read`, and extends `move_to`. The base
-    class closes blocks and carries the running sum from layer to layer. A read is split in two, so that a decoder layer
-    can be recomputed, wrapped or offloaded: `inputs_for` is called outside of it, once; `read` maps tensors to tensors.
+    A reader implements `blocks`, `append`, `drop_blocks`, `inputs_for` and `read`, and extends `move_to`. A read is
+    split in two, so that a decoder layer can be recomputed, wrapped or offloaded: `inputs_for` is called outside of it,
+    once; `read` maps tensors to tensors.
 
     Args:
-        queries_SD: the effective queries of all sites.
+        parameters: of all sites, from `DepthAttention`.
         eps: the key norm's epsilon.
         layout: which site reads which sources (`BlockLayout`).
 
     Attributes:
-        gives_gradients, gives_weights, exports, transforms: what this reader can do. `gives_weights`: `read` returns
-            depth weights; `exports`: it can be traced with a dynamic number of tokens; `transforms`: `torch.func` can
-            map and differentiate it.
-        last_layer: the decoder layer after which the output site is read.
-        output_gain: what the output site's mixture is multiplied by.
-        depth_weights: the weights of the sites read so far, where they are wanted, or `None`.
+        gives_gradients, gives_weights, exports, transforms, reads_all_forms, intervenes: what this reader can do.
+            `gives_weights`: `read` returns depth weights; `exports`: it can be traced with a dynamic number of tokens;
+            `transforms`: `torch.func` can map and differentiate it; `reads_all_forms`: those of `DepthForm.unusual`,
+            too; `intervenes`: `depth_interventions` can change what a site reads.
+        dtype: of the embedding: what sublayers are given and layers return.
     """
 
-    last_layer: nn.Module | None = None
-    output_gain: float = 1
-    depth_weights: list[torch.Tensor] | None = None
     gives_gradients: ClassVar[bool] = True
     gives_weights: ClassVar[bool] = False
     exports: ClassVar[bool] = True
     transforms: ClassVar[bool] = True
+    reads_all_forms: ClassVar[bool] = False
+    intervenes: ClassVar[bool] = False
 
-    def __init__(self, queries_SD: torch.Tensor, eps: float, layout):
-        self.queries_SD, self.eps, self.layout = queries_SD, eps, layout
-        self.dtype: torch.dtype | None = None  # of the embedding: what sublayers are given and layers return
-        self.running_sum: torch.Tensor | None = None  # as it was before the last layer rounded and returned it
-        self.handed_over: tuple[torch.Tensor, int | None] | None = None  # what it returned, and that tensor's version
-        self.opened: tuple[int, torch.Tensor] | None = None  # the last layer that opened a block, and what it was given
+    def __init__(self, parameters: DepthParameters, eps: float, layout):
+        self.parameters, self.eps, self.layout = parameters, eps, layout
+        self.dtype: torch.dtype | None = None
+
+    def start(self, embedding_BTD: torch.Tensor) -> None:
+        """Begin a pass: it takes the dtype and device of the embedding."""
+        self.dtype = embedding_BTD.dtype
+        self.parameters = self.parameters.to(embedding_BTD.device, statistics_dtype(self.dtype))
+        width = embedding_BTD.shape[-1]
+        self.scaled_eps = embedding_BTD.new_tensor(width * self.eps, dtype=statistics_dtype(self.dtype))
+
+    @property
+    def queries_SD(self) -> torch.Tensor:
+        """The effective queries of all sites."""
+        return self.parameters.queries_SD
 
     # ------------------------------------------------------------------------------- what a reader implements
 
@@ -211,7 +323,7 @@ class DepthReader:
 
     @property
     def blocks(self) -> Sequence[torch.Tensor]:
-        """The closed blocks `[B, T, D]`, the embedding first."""
+        """The closed blocks `[B, T, D]`, the embedding first (in the form "add" the null source before it)."""
         raise NotImplementedError
 
     def append(self, block_BTD: torch.Tensor) -> None:
@@ -235,122 +347,16 @@ class DepthReader:
             inputs: what `inputs_for` gave for the site.
 
         Returns:
-            The site's input `[B, T, D]`, not yet rounded to the model's dtype, and its depth weights `[B, T, sources]`,
-            the running sum's last, or `None` from a reader that does not give them.
+            The site's input `[B, T, D]`, not yet rounded to the model's dtype, and its depth weights `[B, T, sources]`
+            (with several heads `[B, T, H, sources]`), the running sum's last, or `None` from a reader that does not
+            give them.
         """
         raise NotImplementedError
 
     def move_to(self, device: torch.device) -> None:
         """Move everything held: a model spread over devices continues where its newest hidden state is."""
-        self.queries_SD, self.scaled_eps = self.queries_SD.to(device), self.scaled_eps.to(device)
-        if self.running_sum is not None:
-            self.running_sum = self.running_sum.to(device)
-
-    # ---------------------------------------------------------------------------- what a decoder layer calls
-
-    def enter_layer(self, layer: int, hidden_states_BTD: torch.Tensor) -> torch.Tensor | None:
-        """Close the block that ends where this layer starts one, and return the running sum its attention reads.
-
-        Layers that a user took out or replaced by a module that returns its input add nothing: what they would have
-        closed are zero vectors, so that a port then computes what its source does without the same layers.
-
-        Args:
-            layer: the index of the decoder layer.
-            hidden_states_BTD: what the layer was given, after its hooks.
-
-        Returns:
-            The running sum, or `None` where the layer opens a block.
-
-        Raises:
-            RuntimeError: a later layer has run already.
-        """
-        running_sum_BTD = self._take_running_sum(layer, hidden_states_BTD)
-        opens = self.layout.opens_block(layer)
-        closed_after = self.layout.closed_blocks(2 * layer)
-        closed_before = closed_after - 1 if opens else closed_after
-        if opens:
-            self.opened = layer, hidden_states_BTD
-        # Too many blocks: the layer runs again, which only the backward pass may do, to recompute it.
-        if self.num_blocks > closed_before:
-            if torch._C._current_graph_task_id() == -1:  # no backward pass is running
-                raise RuntimeError(
-                    f"Decoder layer {layer} runs after {self.num_blocks} blocks have closed, expected "
-                    f"{closed_before}: decoder layers must run in their order, each at most once."
-                )
-            self.drop_blocks(closed_before)
-        # Too few: the running sum closes here. If the layer opens no block, the one that does was taken out.
-        if self._close_until(closed_after, running_sum_BTD):
-            return None if opens else torch.zeros_like(running_sum_BTD)
-        return running_sum_BTD
-
-    def leave_layer(self, running_sum_BTD: torch.Tensor, kept_apart: Sequence[torch.Tensor] = ()) -> torch.Tensor:
-        """Carry the running sum to the next layer, and return what the layer returns: the same in the model's dtype.
-
-        Args:
-            running_sum_BTD: the sum of the block so far; in Full mode the MLP's output.
-            kept_apart: sources that closed within the layer; in Full mode the attention's output.
-        """
-        for block_BTD in kept_apart:
-            self.append(block_BTD)
-        rounded_BTD = running_sum_BTD.to(self.dtype)
-        if rounded_BTD is not running_sum_BTD:  # keep what rounding cuts off, for the next layer
-            self.running_sum, self.handed_over = running_sum_BTD, (rounded_BTD, version_of(rounded_BTD))
-        return rounded_BTD
-
-    def read_output(self, hidden_states_BTD: torch.Tensor) -> torch.Tensor:
-        """Read the output site: what the final norm is given, `[B, T, D]` in the model's dtype."""
-        site = self.layout.num_sites - 1
-        running_sum_BTD = self._take_running_sum(self.layout.num_layers, hidden_states_BTD)
-        if self._close_until(self.layout.closed_blocks(site), running_sum_BTD):  # the last layers were taken out
-            running_sum_BTD = torch.zeros_like(running_sum_BTD)
-        mixture_BTD, weights_BTN = self.read(running_sum_BTD, self.inputs_for(site))
-        if self.depth_weights is not None:
-            self.depth_weights.append(weights_BTN)
-        if self.output_gain != 1:
-            mixture_BTD = mixture_BTD * self.output_gain
-        return mixture_BTD.to(self.dtype)
-
-    def _take_running_sum(self, layer: int, hidden_states_BTD: torch.Tensor) -> torch.Tensor:
-        """Return the running sum as the layer before made it, or as hooks or other modules changed it since.
-
-        A bf16 layer returns it rounded. Where that value is what arrives here, the part that rounding cut off is put
-        back; gradients flow through the tensor that arrives, so that whoever holds it sees its gradient.
-        """
-        # The first layer is given the embedding: the pass takes its dtype and device.
-        if self.dtype is None:
-            self.dtype = hidden_states_BTD.dtype
-            self.queries_SD = self.queries_SD.to(hidden_states_BTD.device, statistics_dtype(self.dtype))
-            self.scaled_eps = self.queries_SD.new_tensor(self.queries_SD.shape[-1] * self.eps)
-            return hidden_states_BTD
-        if hidden_states_BTD.device != self.queries_SD.device:
-            self.move_to(hidden_states_BTD.device)
-        running_sum_BTD, self.running_sum = self.running_sum, None
-        # A hook replaced the output of the layer that opened the block by its input, which lies in closed blocks: the
-        # layer adds nothing. In Full mode its attention, which has closed, adds nothing either.
-        if self.opened is not None and self.opened[0] < layer and hidden_states_BTD is self.opened[1]:
-            zeros_BTD = torch.zeros_like(hidden_states_BTD)
-            if self.layout.full:
-                self.drop_blocks(self.num_blocks - 1)
-                self.append(zeros_BTD)
-            return zeros_BTD
-        if running_sum_BTD is None:  # rounding cut nothing off
-            return hidden_states_BTD
-        # Another tensor than was returned, or a changed one: take what is new of it, entry by entry.
-        returned_BTD, version = self.handed_over
-        if hidden_states_BTD is not returned_BTD or version is None or version != version_of(returned_BTD):
-            untouched_BTD = hidden_states_BTD == running_sum_BTD.to(self.dtype)
-            running_sum_BTD = torch.where(untouched_BTD, running_sum_BTD, hidden_states_BTD)
-        # The value of the unrounded sum, with the gradient of the tensor that arrived.
-        if hidden_states_BTD.requires_grad:
-            running_sum_BTD = hidden_states_BTD + (running_sum_BTD - hidden_states_BTD).detach()
-        return running_sum_BTD
-
-    def _close_until(self, count: int, running_sum_BTD: torch.Tensor) -> bool:
-        """Close blocks until there are `count`: the running sum, then zeros. Say whether there was one to close."""
-        missing = count - self.num_blocks
-        for index in range(missing):
-            self.append(running_sum_BTD if index == 0 else torch.zeros_like(running_sum_BTD))
-        return missing > 0
+        self.parameters = self.parameters.to(device, self.scaled_eps.dtype)
+        self.scaled_eps = self.scaled_eps.to(device)
 
 
 _DEPTH_READERS: dict[str, type[DepthReader]] = {}
@@ -386,20 +392,26 @@ def check_depth_reader(name: str) -> None:
         raise ValueError(f"attn_res_implementation must be one of {names}, got {name!r}.")
 
 
-def choose_depth_reader(name: str, gradients: bool, weights: bool) -> type[DepthReader]:
+def choose_depth_reader(
+    name: str, gradients: bool, weights: bool, form: DepthForm = DepthForm(), interventions: bool = False
+) -> type[DepthReader]:
     """Return the class of the reader for a pass.
 
     Args:
-        name: `"auto"`, which takes the first of `"two_phase"`, `"training"`, `"eager"` that can do what is asked, or a
-            registered name, whose reader must be able to.
+        name: `"auto"`, which takes the first of `"two_phase"`, `"training"`, `"eager"`, `"general"` that can do what is
+            asked, or a registered name, whose reader must be able to.
         gradients: whether a gradient will be asked for.
         weights: whether depth weights are wanted.
+        form: what is read.
+        interventions: whether what sites read is changed.
 
     Raises:
         ValueError: there is no reader of this name, or it cannot do what is asked.
     """
     check_depth_reader(name)
     needs = {
+        "reads_all_forms": bool(form.unusual),
+        "intervenes": interventions,
         "gives_gradients": gradients,
         "gives_weights": weights,
         "exports": torch.compiler.is_exporting(),
@@ -410,12 +422,14 @@ def choose_depth_reader(name: str, gradients: bool, weights: bool) -> type[Depth
         known: [need for need, needed in needs.items() if needed and not getattr(reader, need)]
         for known, reader in _DEPTH_READERS.items()
     }
-    candidates = ("two_phase", "training", "eager") if name == "auto" else (name,)
+    candidates = ("two_phase", "training", "eager", "general") if name == "auto" else (name,)
     for candidate in candidates:
         if not lacking[candidate]:
             return _DEPTH_READERS[candidate]
     # None can: say what the last candidate lacks, and which readers could
     wanted = {
+        "reads_all_forms": form.unusual,
+        "intervenes": "interventions",
         "gives_gradients": "gradients",
         "gives_weights": "depth weights",
         "exports": "export",
@@ -447,16 +461,21 @@ class EagerReader(DepthReader):
 
     gives_weights = True
 
-    def __init__(self, queries_SD: torch.Tensor, eps: float, layout):
-        super().__init__(queries_SD, eps, layout)
+    def __init__(self, parameters: DepthParameters, eps: float, layout):
+        super().__init__(parameters, eps, layout)
         self._blocks_BTD: list[torch.Tensor] = []
         self._logits_BT: list[tuple[torch.Tensor, ...]] = []  # a tensor per site, of each block
 
     @property
+    def num_blocks(self) -> int:
+        return len(self._blocks_BTD)
+
+    @property
     def blocks(self) -> Sequence[torch.Tensor]:
-        return self._blocks_BTD
+        return [join_heads(block_BTD, self.queries_SD.shape[1:]) for block_BTD in self._blocks_BTD]
 
     def append(self, block_BTD: torch.Tensor) -> None:
+        block_BTD = split_heads(block_BTD, self.queries_SD.shape[1:])
         self._logits_BT.append(source_logits(block_BTD, self.queries_SD, self.scaled_eps).unbind(-1))
         self._blocks_BTD.append(block_BTD.to(self.dtype))  # a sum is rounded once, when it is complete
 
@@ -464,18 +483,21 @@ class EagerReader(DepthReader):
         del self._blocks_BTD[count:], self._logits_BT[count:]
 
     def inputs_for(self, site: int) -> EagerInputs:
-        logits_BTN = torch.stack([logits_BT[site] for logits_BT in self._logits_BT], dim=-1)
-        return EagerInputs(self.queries_SD[site], self.scaled_eps, logits_BTN, tuple(self._blocks_BTD))
+        visible = self.layout.visible_blocks(site)
+        logits_BTN = torch.stack([self._logits_BT[block][site] for block in visible], dim=-1)
+        blocks_BTD = tuple(self._blocks_BTD[block] for block in visible)
+        return EagerInputs(self.queries_SD[site], self.scaled_eps, logits_BTN, blocks_BTD)
 
     @staticmethod
     def read(running_sum_BTD: torch.Tensor | None, inputs: EagerInputs) -> tuple[torch.Tensor, torch.Tensor]:
         query_D, scaled_eps, logits_BTN, sources_BTD = inputs
         if running_sum_BTD is not None:
+            running_sum_BTD = split_heads(running_sum_BTD, query_D.shape)
             logit_BT1 = source_logits(running_sum_BTD, query_D[None], scaled_eps)
             logits_BTN = torch.cat((logits_BTN, logit_BT1), dim=-1)
             sources_BTD = (*sources_BTD, running_sum_BTD)
         weights_BTN = logits_BTN.softmax(dim=-1)
-        return mix(weights_BTN, sources_BTD), weights_BTN
+        return join_heads(mix(weights_BTN, sources_BTD), query_D.shape), weights_BTN
 
     def move_to(self, device: torch.device) -> None:
         super().move_to(device)

@@ -4,7 +4,8 @@
 Both compute what `EagerReader` computes; tests hold them to it, forward and gradient.
 
 Shapes: B batch, T tokens, M = B · T, D hidden size, S sites, P sites read at once in phase 1, N closed blocks (in a
-read with a running sum: N sources).
+read with a running sum: N sources). With several heads D is two axes, H heads × E = D / H; per-token scalars have an
+axis H, too. To phase 1 a head is one more token, of width E: then M = B · T · H and D = E.
 """
 
 from __future__ import annotations
@@ -15,14 +16,18 @@ from typing import NamedTuple
 import torch
 
 from .depth_attention import (
+    DepthParameters,
     DepthReader,
     EagerInputs,
     EagerReader,
     autocast_off,
     inverse_size,
+    join_heads,
     mix,
+    query_products,
     register_depth_reader,
     source_logits,
+    split_heads,
 )
 
 
@@ -47,16 +52,17 @@ class TrainingRead(torch.autograd.Function):
 
         ∂q   = Σ_tokens ∂z_r k_r r
         ∂r   = α_r g + ∂z_r k_r q - ∂z_r z_r k_r² r
+
+    With several heads α, z and q are a head's, all of this holds for its part of the width, and k_r, which is of the
+    whole width, passes on what every head adds: the last term is - (Σ_heads ∂z_r z_r) k_r² r.
     """
 
     @staticmethod
     def forward(ctx, running_sum_BTD, query_D, scaled_eps, logits_BTN, *sources_BTD):
         key_scale_BT1 = running_logit_BT1 = None
         if running_sum_BTD is not None:  # r, the last source
-            with autocast_off(running_sum_BTD):
-                product_BT1 = torch.matmul(running_sum_BTD.to(query_D.dtype), query_D).unsqueeze(-1)  # q · r
-            key_scale_BT1 = inverse_size(running_sum_BTD, scaled_eps)  # k_r
-            running_logit_BT1 = product_BT1 * key_scale_BT1  # z_r
+            key_scale_BT1 = inverse_size(running_sum_BTD, query_D.shape, scaled_eps)  # k_r
+            running_logit_BT1 = query_products(running_sum_BTD, query_D[None]) * key_scale_BT1  # z_r = k_r (q · r)
             logits_BTN = torch.cat((logits_BTN, running_logit_BT1), dim=-1)
             sources_BTD = (*sources_BTD, running_sum_BTD)
         weights_BTN = logits_BTN.softmax(dim=-1)  # α
@@ -95,13 +101,16 @@ class TrainingRead(torch.autograd.Function):
             if needs_query:
                 # ∂q = Σ_tokens ∂z_r k_r r
                 with autocast_off(grad_BTD):
-                    flat_MD = running_sum_BTD.to(grad_product_BT1.dtype).flatten(0, -2)
-                    grad_query_D = torch.mv(flat_MD.t(), grad_product_BT1.flatten())
+                    flat_MD = running_sum_BTD.to(grad_product_BT1.dtype).flatten(0, 1)
+                    grad_query_D = torch.einsum("m...d,m...->...d", flat_MD, grad_product_BT1.flatten(0, 1).squeeze(-1))
             if grad_running_sum_BTD is not None:
                 # ∂r = α_r g (which it holds already) + ∂z_r k_r q
                 grad_running_sum_BTD.addcmul_(grad_product_BT1, query_D)
-                # … - ∂z_r z_r k_r² r
-                grad_running_sum_BTD.addcmul_(grad_product_BT1 * logit_BT1 * key_scale_BT1, running_sum_BTD, value=-1)
+                # … - (Σ_heads ∂z_r z_r) k_r² r
+                factor_BT1 = grad_product_BT1 * logit_BT1 * key_scale_BT1
+                if query_D.dim() > 1:
+                    factor_BT1 = factor_BT1.sum(-2, keepdim=True)
+                grad_running_sum_BTD.addcmul_(factor_BT1, running_sum_BTD, value=-1)
                 grad_running_sum_BTD = grad_running_sum_BTD.to(running_sum_BTD.dtype)
         # A gradient per argument of forward, in their order; scaled_eps has none.
         grads_BTD = [None if grad is None else grad.to(source.dtype) for grad, source in zip(grads_BTD, sources_BTD)]
@@ -117,7 +126,10 @@ class TrainingReader(EagerReader):
     @staticmethod
     def read(running_sum_BTD: torch.Tensor | None, inputs: EagerInputs) -> tuple[torch.Tensor, None]:
         query_D, scaled_eps, logits_BTN, blocks_BTD = inputs
-        return TrainingRead.apply(running_sum_BTD, query_D, scaled_eps, logits_BTN, *blocks_BTD), None
+        if running_sum_BTD is not None:
+            running_sum_BTD = split_heads(running_sum_BTD, query_D.shape)
+        mixed_BTD = TrainingRead.apply(running_sum_BTD, query_D, scaled_eps, logits_BTN, *blocks_BTD)
+        return join_heads(mixed_BTD, query_D.shape), None
 
 
 class TwoPhaseInputs(NamedTuple):
@@ -146,8 +158,8 @@ class TwoPhaseReader(DepthReader):
     tile_bytes = 2**22  # narrower blocks are upcast in phase 1 tile by tile: at most this much of them at a time
     phase_1_bytes = 2**28  # mixtures held at a time, at most: where a block's sites need more, fewer are read at once
 
-    def __init__(self, queries_SD: torch.Tensor, eps: float, layout):
-        super().__init__(queries_SD, eps, layout)
+    def __init__(self, parameters: DepthParameters, eps: float, layout):
+        super().__init__(parameters, eps, layout)
         self._values_NMD: torch.Tensor | None = None  # both are allocated with the first block, for all of a pass
         self._logits_NMS: torch.Tensor | None = None
         self.num_blocks = 0
@@ -155,9 +167,11 @@ class TwoPhaseReader(DepthReader):
 
     @property
     def blocks(self) -> Sequence[torch.Tensor]:
-        return [self._values_NMD[block].view(self._shape) for block in range(self.num_blocks)]
+        blocks_BTD = [self._values_NMD[block].view(self._shape) for block in range(self.num_blocks)]
+        return [join_heads(block_BTD, self.queries_SD.shape[1:]) for block_BTD in blocks_BTD]
 
     def append(self, block_BTD: torch.Tensor) -> None:
+        block_BTD = split_heads(block_BTD, self.queries_SD.shape[1:])
         block_MD = block_BTD.flatten(0, -2)
         if self._values_NMD is None:
             self._shape, num_sites = block_BTD.shape, self.layout.num_sites
@@ -165,7 +179,8 @@ class TwoPhaseReader(DepthReader):
             self._values_NMD = block_MD.new_empty(count, *block_MD.shape)
             self._logits_NMS = self.scaled_eps.new_empty(count, block_MD.shape[0], num_sites)
         self._values_NMD[self.num_blocks] = block_MD  # a sum is rounded once, when it is complete
-        self._logits_NMS[self.num_blocks] = source_logits(block_MD, self.queries_SD, self.scaled_eps)
+        logits_BTS = source_logits(block_BTD, self.queries_SD, self.scaled_eps)
+        self._logits_NMS[self.num_blocks] = logits_BTS.flatten(0, -2)
         self.num_blocks += 1
         self._inputs = {}
 
@@ -183,16 +198,18 @@ class TwoPhaseReader(DepthReader):
         """Run phase 2. A softmax of two is a sigmoid; for few tokens the number of operations is what it costs."""
         query_D, scaled_eps, log_sum_exp_BT1, mixture_BTD = inputs
         if running_sum_BTD is None:
-            return mixture_BTD, None
+            return join_heads(mixture_BTD, query_D.shape), None
         dtype = query_D.dtype
         if running_sum_BTD.dtype != dtype:
             running_sum_BTD = running_sum_BTD.to(dtype)
+        running_sum_BTD = split_heads(running_sum_BTD, query_D.shape)
         # The running sum's logit, and how far phase 1's logit is above it
         product_BT1 = (running_sum_BTD * query_D).sum(-1, keepdim=True)  # faster than a matmul for one token
-        key_scale_BT1 = inverse_size(running_sum_BTD, scaled_eps)
+        key_scale_BT1 = inverse_size(running_sum_BTD, query_D.shape, scaled_eps)
         difference_BT1 = torch.addcmul(log_sum_exp_BT1, product_BT1, key_scale_BT1, value=-1)
         # The weight of phase 1's mixture is the sigmoid of that
-        return torch.lerp(running_sum_BTD, mixture_BTD, difference_BT1.sigmoid_()), None
+        mixed_BTD = torch.lerp(running_sum_BTD, mixture_BTD, difference_BT1.sigmoid_())
+        return join_heads(mixed_BTD, query_D.shape), None
 
     def _phase_1(self, first_site: int) -> None:
         """Read all closed blocks at the sites from `first_site` to the end of its block, as far as results fit."""
@@ -210,8 +227,10 @@ class TwoPhaseReader(DepthReader):
 
         # Weights over the blocks. log_softmax subtracts the log-sum-exp of the logits, so any block shows it.
         logits_NMP = self._logits_NMS[: self.num_blocks, :, first_site:end]
+        if self.layout.window is not None:
+            logits_NMP = logits_NMP.masked_fill(self._hidden_N1P(range(first_site, end)), -torch.inf)
         log_weights_NMP = logits_NMP.log_softmax(0)
-        log_sum_exps_MP = logits_NMP[0] - log_weights_NMP[0]
+        log_sum_exps_MP = logits_NMP[0] - log_weights_NMP[0]  # the first is in every window
         weights_MPN = log_weights_NMP.exp_().permute(1, 2, 0)
         # Mixtures: for each token a product [P, N] × [N, D]
         with autocast_off(values_NMD):
@@ -230,6 +249,14 @@ class TwoPhaseReader(DepthReader):
             site: TwoPhaseInputs(query_D, self.scaled_eps, log_sum_exp_BT1, mixture_BTD)
             for site, query_D, log_sum_exp_BT1, mixture_BTD in parts
         }
+
+    def _hidden_N1P(self, sites: range) -> torch.Tensor:
+        """Say which blocks each site's window leaves out."""
+        hidden_N1P = self._logits_NMS.new_ones(self.num_blocks, 1, len(sites), dtype=torch.bool)
+        for index, site in enumerate(sites):
+            visible = [block for block in self.layout.visible_blocks(site) if block < self.num_blocks]
+            hidden_N1P[visible, 0, index] = False
+        return hidden_N1P
 
     def move_to(self, device: torch.device) -> None:
         super().move_to(device)

@@ -2,9 +2,9 @@
 """Decoders of transformers with Attention Residuals: the layer, the model and its heads, written once.
 
 The base family's own code runs, untouched: its model's forward makes masks, caches and positions and calls its layers,
-and its layer's forward runs its norms, attention and MLP. What changes is what a layer's forward is given in place of
-its hidden states: a `ResidualStream`, from which a norm reads a mixture over depth, and which takes a sublayer's output
-not into a sum over all layers but into the running sum of its block.
+and its layer's forward runs its norms, attention and MLP. What changes is how they read the residual stream, and what
+is added to it (`residual_stream.py`): in the paper's form a norm reads a mixture over depth, and a sublayer's output
+goes not into a sum over all layers but into the running sum of its block.
 
 `AttnResLlamaModel`, `AttnResQwen3MoeForCausalLM`, … are derived from the classes of transformers when they are asked
 for (`derive_model`). A base model is built by its own `__init__`; then each of its layers becomes one of ours: the same
@@ -35,115 +35,15 @@ from transformers.utils.output_capturing import _CAN_RECORD_REGISTRY
 
 from . import configuration_attnres
 from .configuration_attnres import AUTO_CLASSES, PREFIX, BlockLayout, FamilyError, asked_for, base_of
-from .depth_attention import DepthAttention, DepthReader, add_output, choose_depth_reader, is_depth_parameter
+from .depth_attention import DepthAttention, choose_depth_reader, is_depth_parameter
+from .depth_forms import GeneralReader
+from .residual_stream import AddedMixture, AddPass, DepthPass, LayerView, ReplacePass, ResidualStream
 
 
 logger = logging.get_logger(__name__)
 
 
 # ------------------------------------------------------------------------------------------------------- decoder layers
-
-_NOT_PRE_NORM = (
-    "the layer does something else with it than a norm's read and the addition of a sublayer's output before each "
-    "sublayer, so depth attention cannot take its place in this family."
-)
-
-
-class ResidualStream:
-    """What the forward of a base family's layer is given as hidden states.
-
-    A pre-norm layer does two things with them, and this supports no more: a norm reads them, and the sublayer's output
-    is added. It lives within one call of one layer; what went in and what comes out are tensors.
-
-    Args:
-        read: the reader's `read`.
-        dtype: what the sublayers compute in.
-        full: keep the two sublayers' outputs apart.
-        keep_weights: keep the depth weights of its reads.
-        running_sum: the sum of the block so far `[B, T, D]`, or `None` where the layer opens a block.
-        inputs: what the reader gave for the layer's two sites.
-    """
-
-    def __init__(
-        self,
-        read: Callable,
-        dtype: torch.dtype,
-        full: bool,
-        keep_weights: bool,
-        running_sum: torch.Tensor | None,
-        inputs: tuple,
-    ):
-        self._read, self._dtype, self._full, self._keep_weights = read, dtype, full, keep_weights
-        self.running_sum, self._inputs = running_sum, inputs
-        self.kept_apart: list[torch.Tensor] = []
-        self.weights: list[torch.Tensor] = []
-        self.num_reads = self.num_outputs = 0
-
-    def read(self, gain: float) -> torch.Tensor:
-        """Return the input of the next sublayer `[B, T, D]`, times `gain`."""
-        mixture_BTD, weights_BTN = self._read(self.running_sum, self._inputs[self.num_reads])
-        self.num_reads += 1
-        if self._keep_weights:
-            self.weights.append(weights_BTN)
-        if gain != 1:
-            mixture_BTD = mixture_BTD * gain
-        return mixture_BTD.to(self._dtype)
-
-    def add(self, output_BTD: torch.Tensor) -> "ResidualStream":
-        """Take a sublayer's output."""
-        self.num_outputs += 1
-        if self.num_outputs != self.num_reads:
-            raise TypeError(
-                f"two outputs added after one read of the residual stream (parallel blocks): {_NOT_PRE_NORM}"
-            )
-        if self._full and self.running_sum is not None:
-            self.kept_apart.append(self.running_sum)
-            self.running_sum = output_BTD
-        else:
-            self.running_sum = add_output(self.running_sum, output_BTD)
-        return self
-
-    __add__ = __radd__ = add
-
-    @classmethod
-    def __torch_function__(cls, function: Callable, types, args: tuple = (), kwargs=None):
-        """Take `tensor + stream`, and `stream + tensor` under torch.compile: operations on tensors, which call this."""
-        if function.__name__ not in ("add", "__add__", "__radd__"):
-            raise TypeError(f"{function.__name__} of the residual stream: {_NOT_PRE_NORM}")
-        left, right = args
-        return left.add(right) if isinstance(left, ResidualStream) else right.add(left)
-
-    def __getattr__(self, name: str):
-        raise TypeError(f"{name} of the residual stream: {_NOT_PRE_NORM}")
-
-    def __mul__(self, other):
-        raise TypeError(f"a multiple or a part of the residual stream: {_NOT_PRE_NORM}")
-
-    __rmul__ = __imul__ = __getitem__ = __mul__
-
-
-class LayerView:
-    """A base family's layer as its own forward sees it (`self`): its norms read a `ResidualStream`."""
-
-    forward = None  # transformers' wrapper of a layer's forward looks it up in the class
-
-    def __init__(self, layer: nn.Module):
-        self.layer = layer
-
-    def __getattr__(self, name: str):
-        value = self.layer._modules.get(name)  # faster than the layer's own __getattr__
-        if value is None:
-            return getattr(self.layer, name)
-        gain = self.layer.gains.get(name)
-        if gain is None:
-            return value
-
-        def read_and_normalise(stream, *args, **kwargs):
-            if not isinstance(stream, ResidualStream):
-                raise TypeError(f"{name} reads something else than the residual stream: {_NOT_PRE_NORM}")
-            return value(stream.read(gain), *args, **kwargs)
-
-        return read_and_normalise
 
 
 class AttnResDecoderLayerMixin:
@@ -154,55 +54,55 @@ class AttnResDecoderLayerMixin:
     Attributes:
         base_layer_class: the layer's class in transformers.
         layer_index: its place in the model.
-        gains: by the name of each of its two sublayers' norms, what the norm's input is multiplied by: 1, or the number
-            of sources where the norm's eps cannot be divided by its square.
+        reads: by the name of each of the two modules that read the residual stream (norms, or attention and MLP), the
+            sublayer (0 or 1) and what the module's input is multiplied by: 1, or the number of sources where the norm's
+            eps cannot be divided by its square.
     """
 
     base_layer_class: type[nn.Module]
     layer_index: int
-    gains: dict[str, float]
+    reads: dict[str, tuple[int, float]]
 
     def __init_subclass__(cls, **kwargs):
         super().__init_subclass__(**kwargs)
         # Releases of transformers put checkpointing around `forward` here, or around `__call__`: ours is in `forward`.
         cls.forward = AttnResDecoderLayerMixin.forward
 
-    def __call__(self, hidden_states: torch.Tensor, *args, depth_reader: DepthReader | None = None, **kwargs):
+    def __call__(self, hidden_states: torch.Tensor, *args, depth_pass: DepthPass | None = None, **kwargs):
         """Run the layer with its hooks; the last one returns what the final norm reads, made of what hooks left."""
-        if depth_reader is None:
+        if depth_pass is None:
             raise TypeError(
-                f"Decoder layer {self.layer_index} was called without depth_reader, which its model makes for a pass: "
+                f"Decoder layer {self.layer_index} was called without depth_pass, which its model makes for a pass: "
                 "what it reads is in the layers before it. Call the model; a hook sees what its layers are given."
             )
-        output = nn.Module.__call__(self, hidden_states, *args, depth_reader=depth_reader, **kwargs)
-        if depth_reader.last_layer is not self:
+        output = nn.Module.__call__(self, hidden_states, *args, depth_pass=depth_pass, **kwargs)
+        if depth_pass.last_layer is not self:
             return output
         if isinstance(output, tuple):
-            return depth_reader.read_output(output[0]), *output[1:]
-        return depth_reader.read_output(output)
+            return depth_pass.read_output(output[0]), *output[1:]
+        return depth_pass.read_output(output)
 
-    def forward(self, hidden_states: torch.Tensor, *args, depth_reader: DepthReader, **kwargs):
-        """Ask the reader what the two sublayers read, run them, and tell it what they added.
+    def forward(self, hidden_states: torch.Tensor, *args, depth_pass: DepthPass, **kwargs):
+        """Ask what the two sublayers read, run them, and tell what they added.
 
-        Hooks are outside of this, so what they change counts; recomputation is inside, so the reader is asked once.
+        Hooks are outside of this, so what they change counts; recomputation is inside, so depth is asked once.
 
         Args:
             hidden_states: what the layer before returned `[B, T, D]`: the running sum of its block.
-            depth_reader: the reader of this pass.
+            depth_pass: closes blocks, reads depth.
             args, kwargs: what the base family's layer takes.
 
         Returns:
             What the base family's layer returns, with the new running sum `[B, T, D]` in the model's dtype (in Full
-            mode the MLP's output) for its hidden states.
+            mode the MLP's output; in the form "add" the residual stream) for its hidden states.
         """
-        site, full = 2 * self.layer_index, depth_reader.layout.full
-        num_kept = 1 if full else 0
-        num_weights = 0 if depth_reader.depth_weights is None else 2
+        num_kept = 1 if depth_pass.layout.full else 0
+        num_weights = 0 if depth_pass.depth_weights is None else 2
         # What the two sites read: the running sum [B, T, D], and of closed blocks what the reader makes of them.
-        running_sum = depth_reader.enter_layer(self.layer_index, hidden_states)
-        inputs = (depth_reader.inputs_for(site), depth_reader.inputs_for(site + 1))
+        running_sum = depth_pass.enter_layer(self.layer_index, hidden_states)
+        inputs = depth_pass.inputs_for(self.layer_index)
         # Run the sublayers.
-        new_stream = functools.partial(ResidualStream, depth_reader.read, depth_reader.dtype, full, num_weights > 0)
+        new_stream = depth_pass.stream_maker()
         if self.gradient_checkpointing and self.training and torch.is_grad_enabled():
             kwargs = without_cache(kwargs)
             tensors, structure = tree_flatten((running_sum, inputs))  # checkpointing wants them as arguments
@@ -217,28 +117,29 @@ class AttnResDecoderLayerMixin:
         kept_apart, results = results[:num_kept], results[num_kept:]
         weights, rest = results[:num_weights], results[num_weights:]
         if num_weights > 0:
-            depth_reader.depth_weights += weights
-        hidden_states = depth_reader.leave_layer(running_sum, kept_apart)
+            depth_pass.depth_weights += weights
+        hidden_states = depth_pass.leave_layer(running_sum, kept_apart)
         return (hidden_states, *rest) if rest else hidden_states
 
-    def run_sublayers(self, stream: ResidualStream, *args, **kwargs) -> tuple:
-        """Run the base layer's own forward on a residual stream.
+    def run_sublayers(self, stream: ResidualStream | AddedMixture, *args, **kwargs) -> tuple:
+        """Run the base layer's own forward, which reads depth through a stream.
 
         Returns:
-            The new running sum; in Full mode the attention's output; the depth weights of both sites, if they are kept;
-            and whatever the base layer returns beside hidden states.
+            The new running sum; in Full mode what closed after attention; the depth weights of both sites, if they are
+            kept; and whatever the base layer returns beside hidden states.
         """
-        result = self.base_layer_class.forward(LayerView(self), stream, *args, **kwargs)
+        result = self.base_layer_class.forward(LayerView(self, stream), stream.hidden_states, *args, **kwargs)
         result, *rest = result if isinstance(result, tuple) else (result,)
-        if result is not stream or stream.num_outputs != 2:
-            raise TypeError(f"{self.base_layer_class.__name__}: expected two sublayers around one residual stream.")
-        return stream.running_sum, *stream.kept_apart, *stream.weights, *rest
+        running_sum = stream.finish(result, self.base_layer_class)
+        return running_sum, *stream.kept_apart, *stream.weights, *rest
 
 
 def describe_layout(layout: BlockLayout) -> str:
     """Describe the layers and blocks of a layout in a few words."""
     blocks = "in Full mode" if layout.full else f"in blocks that start at {list(layout.starts)}"
-    return f"{layout.num_layers} decoder layers {blocks}"
+    form = ', form "add"' if layout.additive else ""
+    window = "" if layout.window is None else f", window {layout.window}"
+    return f"{layout.num_layers} decoder layers {blocks}{form}{window}"
 
 
 def without_cache(kwargs: dict) -> dict:
@@ -332,12 +233,23 @@ class AttnResPreTrainedModelMixin:
                 f"The config was changed since this model was made with {describe_layout(made)}: loaded again it would "
                 "read other sources. Set attn_res_mode, the blocks and num_hidden_layers back, or make a model anew."
             )
+        if made is not None and self.config.attn_res_depth_form != decoder.attn_res.form:
+            raise ValueError(
+                f"The config was changed since this model was made: {self.config.attn_res_depth_form}, made with "
+                f"{decoder.attn_res.form}. Set the fields back, or make a model anew."
+            )
         self.config.auto_map = self.config.remote_code()
         super().save_pretrained(save_directory, **kwargs)
 
 
 class AttnResModelMixin(AttnResPreTrainedModelMixin):
-    """The decoder without its head."""
+    """The decoder without its head.
+
+    Attributes:
+        depth_interventions: what `depth_interventions` changes of what sites read, by site.
+    """
+
+    depth_interventions: dict[int, torch.Tensor] = {}  # noqa: RUF012 (replaced, never changed)
 
     def post_init(self) -> None:
         if self.config.attn_res_mode != "none" and not hasattr(self, "attn_res"):
@@ -354,18 +266,18 @@ class AttnResModelMixin(AttnResPreTrainedModelMixin):
             args, kwargs: what the base family's model takes.
 
         With `output_hidden_states=True` entry i > 0 is what decoder layer i - 1 returned, the running sum of its block
-        (in Full mode its MLP's output), the last one the final norm's.
+        (in Full mode its MLP's output; in the form "add" the residual stream), the last one the final norm's.
         """
         wanted = self.wants_depth_attentions(output_depth_attentions)
         weights = [] if depth_attentions_to is None else depth_attentions_to
         if self.config.attn_res_mode != "none":
-            kwargs["depth_reader"] = self.new_depth_reader(weights if wanted else None)
+            kwargs["depth_pass"] = self.new_depth_pass(weights if wanted else None)
         if wanted and depth_attentions_to is None:
             return self.with_depth_attentions(super().forward, weights, args, kwargs)
         return super().forward(*args, **kwargs)
 
-    def new_depth_reader(self, weights: list | None) -> DepthReader:
-        """Make the reader of one pass, which puts the depth weights in a list if it is given one."""
+    def new_depth_pass(self, weights: list | None) -> DepthPass:
+        """Begin one pass, which puts the depth weights in a list if it is given one."""
         # The layers are ours, or modules that a user put in their place.
         layers = list(self.layers)[: self.config.num_hidden_layers]  # a slice of a ModuleList is a new module
         for index, layer in enumerate(layers):
@@ -380,13 +292,25 @@ class AttnResModelMixin(AttnResPreTrainedModelMixin):
                 f"{type(self).__name__}: the last decoder layer, which reads the output site, must be a {PREFIX} "
                 f"layer; found {found}. Cut the model after one of its own layers."
             )
-        queries_SD = self.attn_res()  # the one place where depth parameters are read
+        parameters = self.attn_res()  # the one place where depth parameters are read
+        form = self.config.attn_res_depth_form
         reader_class = choose_depth_reader(
-            self.config.attn_res_implementation, torch.is_grad_enabled(), weights is not None
+            self.config.attn_res_implementation,
+            gradients=torch.is_grad_enabled(),
+            weights=weights is not None,
+            form=form,
+            interventions=bool(self.depth_interventions),
         )
-        reader = reader_class(queries_SD, self.attn_res_eps, self.attn_res_layout)
-        reader.last_layer, reader.output_gain, reader.depth_weights = last_layer, self.attn_res_output_gain, weights
-        return reader
+        reader = reader_class(parameters, self.attn_res_eps, self.attn_res_layout)
+        if isinstance(reader, GeneralReader):
+            reader.form, reader.interventions = form, self.depth_interventions
+        depth_pass = AddPass(reader) if form.additive else ReplacePass(reader)
+        depth_pass.last_layer, depth_pass.output_gain, depth_pass.depth_weights = (
+            last_layer,
+            self.attn_res_output_gain,
+            weights,
+        )
+        return depth_pass
 
 
 class AttnResHeadMixin(AttnResPreTrainedModelMixin):
@@ -499,11 +423,26 @@ PART_NAMES = {
 EPS_NAMES = ("variance_epsilon", "eps", "epsilon")
 
 
+# What reads the residual stream itself where there are no pre-norms: the form "add" can go with it.
+SUBLAYER_NAMES = (("self_attn", "linear_attn"), ("mlp",))
+
+
 def find_part(model_type: str, part: str, names: set[str]) -> str | None:
     """Return the name of a part among the names that a module has, or `None`."""
     given = _FAMILY_PARTS.get(model_type, {}).get(part)
     candidates = PART_NAMES[part] if given is None else (given,)
     return next((name for name in candidates if name in names), None)
+
+
+def find_reads(model_type: str, additive: bool, names: set[str]) -> list[str | None]:
+    """Return the names of the two modules that read the residual stream, of those that a layer has.
+
+    They are the norms before attention and MLP or, in the form "add", these themselves where nothing is before them.
+    """
+    norms = [find_part(model_type, part, names) for part in ("attention_norm", "mlp_norm")]
+    if additive and norms[0] is None:
+        return [next((name for name in candidates if name in names), None) for candidates in SUBLAYER_NAMES]
+    return norms
 
 
 def install_depth_attention(model: PreTrainedModel) -> None:
@@ -515,36 +454,39 @@ def install_depth_attention(model: PreTrainedModel) -> None:
     # Check that the layers and the final norm are where the config and `PART_NAMES` say.
     config = model.config
     config.validate_attn_res()  # fields may have been set since the config was made
-    layout, base_type = config.attn_res_layout, config.base_model_type()
+    layout, form, base_type = config.attn_res_layout, config.attn_res_depth_form, config.base_model_type()
     if len(model.layers) != layout.num_layers:
         raise TypeError(f"{type(model).__name__} has {len(model.layers)} layers, config says {layout.num_layers}.")
     final_norm = find_part(base_type, "final_norm", {name for name, _ in model.named_children()})
     if final_norm is None:
         raise TypeError(f"{type(model).__name__} has no final norm by a known name; see register_family_parts.")
 
-    # Make each layer one of ours; a norm that reads n sources is scaled for n.
+    def gain_of(norm: nn.Module | None, site: int) -> float:
+        share = form.share_at_start(layout.num_sources(site))
+        return scaled_gain(norm, share) if config.attn_res_scale_norm_eps and not form.additive else 1
+
+    # Make each layer one of ours; a norm that reads a part of the sum of its sources is scaled for it.
     for index, layer in enumerate(model.layers):
         layer.__class__ = derived_class(type(layer))
         layer.layer_index = index
         names = {name for name, module in layer.named_children() if module is not None}
-        norms = [find_part(base_type, part, names) for part in ("attention_norm", "mlp_norm")]
-        if None in norms:
+        reads = find_reads(base_type, form.additive, names)
+        if None in reads:
             raise TypeError(
-                f"{type(layer).__name__}: of the norms before attention and MLP found {norms}; depth attention needs "
-                "both. Other names are given to register_family_parts."
+                f"{type(layer).__name__}: of the norms before attention and MLP found {reads}; depth attention needs "
+                f"both. Other names are given to register_family_parts.{advise_add(base_type, form.additive, names)}"
             )
-        layer.gains = {
-            norm: scaled_gain(getattr(layer, norm), config, layout.num_sources(2 * index + sublayer))
-            for sublayer, norm in enumerate(norms)
+        layer.reads = {
+            name: (sublayer, gain_of(getattr(layer, name), 2 * index + sublayer)) for sublayer, name in enumerate(reads)
         }
 
     # Add what the model itself needs: the output site's norm, the layout, the depth parameters.
     norm = getattr(model, final_norm)
     model.attn_res_eps = next((getattr(norm, name) for name in EPS_NAMES if hasattr(norm, name)), 1e-6)
     shared = _FAMILY_PARTS.get(base_type, {}).get("final_norm_reads_more", False)
-    model.attn_res_output_gain = scaled_gain(None if shared else norm, config, layout.num_sources(layout.num_sites - 1))
+    model.attn_res_output_gain = gain_of(None if shared else norm, layout.num_sites - 1)
     model.attn_res_layout = layout
-    model.attn_res = DepthAttention(layout.num_sites, config.hidden_size)
+    model.attn_res = DepthAttention.from_config(config)
 
     # Depth parameters are a unit of their own: of one dtype, as FSDP wants, and on one device.
     layer_names = {type(layer).__name__ for layer in model.layers}
@@ -552,18 +494,23 @@ def install_depth_attention(model: PreTrainedModel) -> None:
     model._keep_in_fp32_modules_strict = {*(model._keep_in_fp32_modules_strict or ()), "attn_res"}
 
 
-def scaled_gain(norm: nn.Module | None, config, num_sources: int) -> float:
-    """Make a norm of the mean of n sources equal the base's norm of their sum: norm(h / n, eps / n²) = norm(h, eps).
+def advise_add(model_type: str, additive: bool, names: set[str]) -> str:
+    """Say that the form "add" can take a layer, where it can."""
+    if additive or None in find_reads(model_type, True, names):
+        return ""
+    return ' attn_res_form="add" takes this layer as it is.'
+
+
+def scaled_gain(norm: nn.Module | None, share: int) -> float:
+    """Make a norm of the n-th part of a sum equal the base's norm of the sum: norm(h / n, eps / n²) = norm(h, eps).
 
     Returns:
         What its input is still to be multiplied by: 1, or n for a norm whose eps cannot be set, or (`None`) must stay.
     """
-    if not config.attn_res_scale_norm_eps:
-        return 1
     name = next((name for name in EPS_NAMES if isinstance(getattr(norm, name, None), float)), None)
     if name is None:
-        return num_sources
-    setattr(norm, name, getattr(norm, name) / num_sources**2)
+        return share
+    setattr(norm, name, getattr(norm, name) / share**2)
     return 1
 
 
@@ -629,18 +576,19 @@ def with_signature_of(function: Callable, base: Callable) -> Callable:
 
 
 def check_family(base: type[PreTrainedModel], config_class: type) -> None:
-    """Raise a FamilyError unless the family's model runs decoder layers whose forward uses the two norms.
+    """Raise a FamilyError unless the family's model runs decoder layers whose forward uses what reads depth.
 
-    What only a run can tell (a sublayer that reads no norm, parallel blocks), the `ResidualStream` finds.
+    That is two norms or, for the form "add", attention and MLP without any before them. What only a run can tell (a
+    sublayer that reads no norm, parallel blocks), the `ResidualStream` finds.
     """
     decoder = getattr(transformers, config_class.class_names()["AutoModel"].removeprefix(PREFIX))
     classes = [value for value in vars(sys.modules[base.__module__]).values() if isinstance(value, type)]
     layers = [layer for layer in classes if issubclass(layer, GradientCheckpointingLayer)]
     uses = {layer.__name__: names_used(layer.forward) for layer in layers if layer is not GradientCheckpointingLayer}
-    model_type, parts = config_class.base_model_type(), ("attention_norm", "mlp_norm")
-    qualifying = [names for names in uses.values() if all(find_part(model_type, part, names) for part in parts)]
+    model_type = config_class.base_model_type()
+    qualifying = [names for names in uses.values() if None not in find_reads(model_type, True, names)]
     if not qualifying or "layers" not in names_used(decoder.forward):
-        attention_norms, mlp_norms = (" or ".join(PART_NAMES[part]) for part in parts)
+        attention_norms, mlp_norms = (" or ".join(PART_NAMES[part]) for part in ("attention_norm", "mlp_norm"))
         raise FamilyError(
             config_class.__name__,
             f"the family {model_type!r} does not qualify: depth attention needs `layers` that read their residual "

@@ -116,10 +116,11 @@ _MIXTURES = (
     *("afmoe", "aria_text", "dots1", "ernie4_5_moe", "exaone_moe", "glm4_moe", "gpt_oss", "granitemoe"),
     *("hunyuan_v1_moe", "hy_v3", "laguna", "mellum", "minimax_m2", "mixtral", "olmoe", "phimoe", "qwen2_moe"),
     *("qwen3_moe", "solar_open"),
+    *("beam", "flex_olmo", "granitemoe_swa", "granitemoeshared", "jetmoe", "kolibri1", "llama4_text", "minimax"),
 )
 
 _FIELDS = {
-    **{model_type: {} for model_type in modeling_attnres.LOSSLESS_FAMILIES},
+    **{model_type: {} for model_type in modeling_attnres.ADDITIVE_FAMILIES},
     **dict.fromkeys(_MIXTURES, _MOE),
     **dict.fromkeys(("axk1", "axk2", "deepseek_v2", "deepseek_v3", "glm4_moe_lite"), _MOE | _MLA),
     "bamba": _MAMBA
@@ -147,11 +148,12 @@ _FIELDS = {
     "qwen3_next": _MOE | _DELTA,
     "youtu": _MLA,
 }
-TABLE = {
+ADDITIVE_TABLE = {
     model_type: Family(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[model_type].removesuffix("ForCausalLM"), _TINY | fields)
     for model_type, fields in sorted(_FIELDS.items())
     if model_type in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES  # else this release of transformers lacks it
 }
+TABLE = {name: family for name, family in ADDITIVE_TABLE.items() if name in modeling_attnres.LOSSLESS_FAMILIES}
 
 LAYOUTS = {
     "block": {},

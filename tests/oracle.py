@@ -59,26 +59,62 @@ def first_sublayers(config) -> set[int]:
 
 
 def expected_inputs(record: Recorder, attn_res, config) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-    """The input and the depth weights of every site, in float64, in order, the output site last."""
-    layers = config.num_hidden_layers
-    query = attn_res.query * attn_res.norm  # one row a site
-
+    """The input and the depth weights of every site, in float64, in order, the output site last; of every form."""
+    layers, additive = config.num_hidden_layers, config.attn_res_form == "add"
+    given = {name: parameter.detach().double() for name, parameter in attn_res.named_parameters()}
     opening, blocks, running = first_sublayers(config), [], [record.embedding]
+    stream = record.embedding
     inputs, weights = [], []
     for site in range(2 * layers + 1):
         if site in opening:
             blocks.append(sum(running))
             running = []
-        sources = torch.stack(blocks + ([sum(running)] if running else []))
-        rms = (sources**2).mean(-1, keepdim=True).add(config.rms_norm_eps).sqrt()
-        logits = ((sources / rms) * query[site].detach().double()).sum(-1)
-        weight = torch.exp(logits - logits.max(0).values)
-        weight = weight / weight.sum(0)
-        inputs.append((weight[..., None] * sources).sum(0))
+        sources = list(blocks)
+        if additive:
+            sources.insert(0, given["null"].expand_as(record.embedding))
+        if running and not (additive and config.attn_res_mode == "block"):
+            sources.append(sum(running))
+        if config.attn_res_window is not None:
+            first = 2 if additive else 1
+            sources = sources[:first] + sources[first:][-config.attn_res_window :]
+        mixture, weight = expected_mixture(torch.stack(sources), given, site, config)
+        if additive:
+            gate = given["gate"][site].repeat_interleave(config.hidden_size // config.attn_res_heads)
+            inputs.append(stream + gate * mixture)
+        else:
+            inputs.append(mixture)
         weights.append(weight.movedim(0, -1))
         if site < 2 * layers:
             running.append(record.outputs[site])
+            stream = stream + record.outputs[site]
     return inputs, weights
+
+
+def expected_mixture(sources_NBTD, given, site, config) -> tuple[torch.Tensor, torch.Tensor]:
+    """The weighted sum of a site's sources, head by head, and its weights `[N, B, T]`, or per head `[N, B, T, H]`."""
+    if config.attn_res_weights.startswith("static"):
+        logits = given["static"][site, : len(sources_NBTD)].view(-1, 1, 1).expand(sources_NBTD.shape[:3])
+        weight = logits if config.attn_res_weights == "static_raw" else torch.softmax(logits, 0)
+        return (weight[..., None] * sources_NBTD).sum(0), weight
+    eps = config.rms_norm_eps
+    keys = sources_NBTD
+    if config.attn_res_key_norm:
+        keys = keys / (keys**2).mean(-1, keepdim=True).add(eps).sqrt() * given["norm"][site]
+    if config.attn_res_query == "learned":
+        query = given["query"][site].expand_as(sources_NBTD[0])
+    else:
+        newest = sources_NBTD[-1]
+        query = newest / (newest**2).mean(-1, keepdim=True).add(eps).sqrt()
+        if "query_down" in given:
+            query = torch.einsum("btd,rd->btr", query, given["query_down"][site])
+        query = torch.einsum("btr,dr->btd", query, given["query_up"][site])
+    parts, weights = [], []
+    for part in torch.arange(config.hidden_size).chunk(config.attn_res_heads):
+        logits = (keys[..., part] * query[..., part]).sum(-1)
+        weight = torch.sigmoid(logits) if config.attn_res_weights == "sigmoid" else torch.softmax(logits, 0)
+        parts.append((weight[..., None] * sources_NBTD[..., part]).sum(0))
+        weights.append(weight)
+    return torch.cat(parts, -1), weights[0] if len(weights) == 1 else torch.stack(weights, -1)
 
 
 def relative_error(found: torch.Tensor, expected: torch.Tensor) -> float:

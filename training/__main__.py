@@ -69,6 +69,9 @@ def diagnose(
         str | None, typer.Option(help="A second model. Default: the same with standard residuals.")
     ] = None,
     tokens: Annotated[int, typer.Option(help="The number of tokens of the text, at most.")] = 512,
+    ablate: Annotated[
+        bool, typer.Option("--ablate", help="Hide each source, one at a time, and see how the loss rises.")
+    ] = False,
     trust_remote_code: Annotated[
         bool, typer.Option("--trust-remote-code", help="Run the code of a tokenizer that lies beside the checkpoint.")
     ] = False,
@@ -81,6 +84,7 @@ def diagnose(
         adapter=adapter,
         against=against,
         tokens=tokens,
+        ablate=ablate,
         trust_remote_code=trust_remote_code,
     )
 

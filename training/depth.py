@@ -11,14 +11,18 @@ import torch
 def mean_depth_weights(
     model, input_ids: torch.Tensor, attention_mask: torch.Tensor | None = None
 ) -> list[torch.Tensor]:
-    """Compute every site's mean depth weights `[N]`, over all tokens that are not padding, in order and in float64."""
+    """Compute every site's mean depth weights `[N]`, over all tokens that are not padding, in order and in float64.
+
+    With several heads over these, too.
+    """
     with torch.no_grad():
         outputs = model(
             input_ids=input_ids, attention_mask=attention_mask, output_depth_attentions=True, use_cache=False
         )
     real_BT = (torch.ones_like(input_ids) if attention_mask is None else attention_mask).bool()
     return [
-        weights_BTN[real_BT.to(weights_BTN.device)].double().mean(0).cpu() for weights_BTN in outputs.depth_attentions
+        weights_BTN[real_BT.to(weights_BTN.device)].double().flatten(0, -2).mean(0).cpu()
+        for weights_BTN in outputs.depth_attentions
     ]
 
 
@@ -34,14 +38,15 @@ class SiteStatistics:
 def site_statistics(config, weights: list[torch.Tensor]) -> list[SiteStatistics]:
     """Compute the statistics of every site from its mean weights.
 
-    Reach is the mean distance back, in sublayers: to the newest output in each source, so 1 is the sublayer before.
-    A site with one source has an entropy of 1: it has no choice to lose.
+    Reach is the mean distance back, in sublayers: to the newest output in each source, so 1 is the sublayer before; the
+    null source of the form "add" is nowhere, and counts as none. A site with one source has an entropy of 1: it has no
+    choice to lose. Weights whose sum is not 1 count by their share of it.
     """
     statistics = []
     for site, weights_N in enumerate(weights):
-        distances_N = torch.tensor(
-            [site + 1 - source[-1] for source in config.attn_res_layout.sources_of(site)], dtype=torch.float64
-        )
+        weights_N = weights_N.abs() / weights_N.abs().sum()
+        sources = config.attn_res_layout.sources_of(site)
+        distances_N = torch.tensor([site + 1 - source[-1] if source else 0 for source in sources], dtype=torch.float64)
         entropy = -torch.special.xlogy(weights_N, weights_N).sum()
         most = torch.tensor(len(weights_N), dtype=torch.float64).log()
         statistics.append(
@@ -57,7 +62,8 @@ def site_statistics(config, weights: list[torch.Tensor]) -> list[SiteStatistics]
 def mixing_matrix(config, weights: list[torch.Tensor]) -> torch.Tensor:
     """Compute the depth mixing matrix `[S, U]` (paper, section 6.2): how much of each output a site's input holds.
 
-    Lower triangular; a block's outputs share the block's weight. Standard residuals are all ones below the diagonal.
+    Lower triangular; a block's outputs share the block's weight. Standard residuals are all ones below the diagonal. In
+    the form "add" it is the mixture's, without the stream beside it.
     """
     matrix_SU = torch.zeros(len(weights), len(weights), dtype=torch.float64)
     for site, weights_N in enumerate(weights):

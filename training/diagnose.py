@@ -2,6 +2,7 @@
 
 import json
 import math
+from dataclasses import asdict
 from pathlib import Path
 from statistics import mean
 
@@ -13,10 +14,11 @@ from common.files import complete_or_absent
 from common.text import read_text
 from modeling_attnres import is_depth_parameter
 
+from .ablate import ablate_sources, ablation_table
 from .adapter import is_of_standard_residuals, load_adapter, read_adapter
 from .depth import mean_depth_weights, mixing_matrix, semiseparable_rank, site_statistics
 from .loading import TrainingError, load_attnres_config, load_config, load_tokenizer, load_weights
-from .pictures import draw_by_layer, draw_depth_weights, draw_mixing_matrix, draw_sites
+from .pictures import draw_ablation, draw_by_layer, draw_depth_weights, draw_mixing_matrix, draw_sites
 
 
 # What is drawn of every site, and its caption
@@ -31,6 +33,7 @@ def diagnose_model(
     adapter: Path | None = None,
     against: str | None = None,
     tokens: int = 512,
+    ablate: bool = False,
     trust_remote_code: bool = False,
 ) -> dict:
     """Write `diagnosis.json` and pictures to a folder that appears when they are complete; returns the diagnosis.
@@ -52,6 +55,7 @@ def diagnose_model(
         adapter: an adapter to merge into the model first.
         against: a second model; `None`: the same weights with standard residuals.
         tokens: the number of tokens of the text, at most.
+        ablate: hide each source from each site, and each block from all, and measure how the loss rises.
         trust_remote_code: run the code of a tokenizer that lies beside the checkpoint.
 
     Raises:
@@ -87,6 +91,10 @@ def diagnose_model(
         **describe_weights(config, mean_depth_weights(model, ids)),
         "by layer": compare_layers(models, ids),
     }
+    if ablate:
+        ablation = ablate_sources(model, ids)
+        diagnosis["ablation"] = asdict(ablation)
+        Console().print(ablation_table(ablation, diagnosis["weights"]))
     write_diagnosis(diagnosis, output)
     print_summary(diagnosis, output)
     return diagnosis
@@ -196,6 +204,8 @@ def write_diagnosis(diagnosis: dict, output: Path) -> None:
         draw_by_layer(diagnosis["by layer"], folder / "by_layer.png", caption)
         draw_sites(sites, folder / "sites.png", caption)
         draw_mixing_matrix(diagnosis["mixing matrix"], folder / "mixing_matrix.png", mixing_caption)
+        if "ablation" in diagnosis:
+            draw_ablation(diagnosis["weights"], diagnosis["ablation"]["by_site"], folder / "ablation.png", caption)
 
 
 def print_summary(diagnosis: dict, output: Path) -> None:

@@ -14,17 +14,19 @@ from .depth import SiteStatistics, mean_depth_weights, site_statistics
 class DepthMonitor(TrainerCallback):
     """Measures `depth/query_norm_mean`, `…_max`, `depth/entropy_of_mean`, `depth/reach` and `depth/largest_weight`.
 
+    In other forms than the paper's `query` is what starts at zero there: `gate`, `query_up` or `static`.
+
     `training.trainer.DepthTrainer` adds them to the log of every training loss, so that whatever tracker it reports to
     receives them. Entropy (of a site's mean weights) and reach are means over sites of their values on one probe text
     (`training.depth.site_statistics`). Warns, and says what to try, when
 
-    - queries have not moved after `patience` logs,
+    - queries (or gates, …) have not moved after `patience` logs,
     - a site puts more than `collapsed` of its weight on one of several sources,
     - a loss is not finite (training stops).
 
     Args:
         probe_ids: token ids `[1, T]` of the probe.
-        moves: whether the queries are trained, and so expected to move.
+        moves: whether the depth parameters are trained, and so expected to move.
     """
 
     patience, collapsed = 5, 0.999
@@ -37,11 +39,11 @@ class DepthMonitor(TrainerCallback):
 
     def on_train_begin(self, args, state, control, model=None, **kwargs):
         """Remember the queries' norms."""
-        self.norms_at_start = query_norms(model)
+        _, self.norms_at_start = moving_norms(model)
 
     def measure(self, model, step: int) -> dict[str, float]:
         """Measure what is to be logged of a model after a step, and warn of what is wrong with it."""
-        norms = query_norms(model)
+        name, norms = moving_norms(model)
         weights = self._weights_of_probe(model)
         # A site with one source has no choice, so nothing to measure
         statistics = {
@@ -50,11 +52,11 @@ class DepthMonitor(TrainerCallback):
             if len(weights[site]) > 1
         }
         self.measurements += 1
-        self._warn_of_queries(step, norms)
+        self._warn_of_queries(step, name, norms)
         self._warn_of_sites(step, statistics)
         return {
-            "depth/query_norm_mean": norms.mean().item(),
-            "depth/query_norm_max": norms.max().item(),
+            f"depth/{name}_norm_mean": norms.mean().item(),
+            f"depth/{name}_norm_max": norms.max().item(),
             "depth/entropy_of_mean": mean(of_site.entropy_of_mean for of_site in statistics.values()),
             "depth/reach": mean(of_site.reach for of_site in statistics.values()),
             "depth/largest_weight": max(of_site.largest for of_site in statistics.values()),
@@ -76,14 +78,14 @@ class DepthMonitor(TrainerCallback):
         finally:
             model.train(training)
 
-    def _warn_of_queries(self, step: int, norms: torch.Tensor) -> None:
+    def _warn_of_queries(self, step: int, name: str, norms: torch.Tensor) -> None:
         if not self.moves or self.norms_at_start is None or self.measurements < self.patience:
             return
         moved = (norms - self.norms_at_start).abs().max().item()
         if moved < 1e-6:
             self._warn(
                 "queries",
-                f"After {step} steps no pseudo-query has moved (largest change of a norm {moved:.1e}). Try a "
+                f"After {step} steps no {name} has moved (largest change of a norm {moved:.1e}). Try a "
                 "higher --depth-lr, and check that the depth parameters are trained (no --no-depth).",
             )
 
@@ -102,12 +104,17 @@ class DepthMonitor(TrainerCallback):
             warnings.warn(message, stacklevel=3)
 
 
-def query_norms(model) -> torch.Tensor:
-    """Compute the norms of all pseudo-queries `[S]`, of any wrapped model: an adapter's where it has its own."""
-    query_SD = next(
-        parameter
+def moving_norms(model) -> tuple[str, torch.Tensor]:
+    """Name what starts at zero in this form, and compute its norm at each site `[S]`, of any wrapped model.
+
+    An adapter's where it has its own.
+    """
+    named = {
+        name.rsplit(".", 1)[-1]: parameter
         for name, parameter in model.named_parameters()
-        if is_depth_parameter(name) and name.endswith(".query") and ".original_module." not in name
-    )
-    whole_SD = query_SD.full_tensor() if hasattr(query_SD, "full_tensor") else query_SD
-    return whole_SD.detach().float().norm(dim=-1).cpu()
+        if is_depth_parameter(name) and ".original_module." not in name
+    }
+    name = next(name for name in ("gate", "query", "query_up", "static") if name in named)
+    parameter = named[name]
+    whole = parameter.full_tensor() if hasattr(parameter, "full_tensor") else parameter
+    return name, whole.detach().float().flatten(1).norm(dim=-1).cpu()

@@ -82,3 +82,23 @@ def draw_mixing_matrix(matrix: list[list[float]], path: Path, caption: str) -> N
     figure.suptitle(caption, fontsize=11)
     figure.savefig(path, dpi=110)
     plt.close(figure)
+
+
+def draw_ablation(weights: list[list[float]], rises: list[list[float | None]], path: Path, caption: str) -> None:
+    """Draw depth weights beside how much the loss rises without each source: a row per site, a column per source."""
+    figure, axes = plt.subplots(1, 2, figsize=(11, 8), sharey=True, layout="constrained")
+    columns = max(map(len, weights))
+    for axis, rows, name in zip(axes, (weights, rises), ("depth weight", "rise of the loss when hidden"), strict=True):
+        grid = np.full((len(rows), columns), np.nan)
+        for row, values in enumerate(rows):
+            grid[row, : len(values)] = [np.nan if value is None else value for value in values]
+        largest = np.nanmax(np.abs(grid))
+        limits = {"vmin": 0, "cmap": "viridis"} if rows is weights else {"vmin": -largest, "cmap": "RdBu_r"}
+        image = axis.imshow(grid, aspect="auto", vmax=largest, interpolation="nearest", **limits)
+        axis.set_title(name)
+        axis.set_xlabel("source, in the order of the depth weights")
+        figure.colorbar(image, ax=axis, shrink=0.6)
+    axes[0].set_ylabel("site (2l: attention of layer l, 2l + 1: its MLP, last: output)")
+    figure.suptitle(caption, fontsize=11)
+    figure.savefig(path, dpi=110)
+    plt.close(figure)

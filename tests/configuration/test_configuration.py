@@ -1,5 +1,6 @@
 """The ready configs: they load, describe the models they name, and have the parameters they should."""
 
+import json
 import re
 from itertools import pairwise
 
@@ -92,3 +93,46 @@ def test_the_main_run():
     assert 2 * config.attn_res_block_size == 6
     assert config.attn_res_layout.num_sources(54) == 10
     assert (config.num_local_experts, config.num_experts_per_tok, config.n_shared_experts) == (256, 8, 1)
+
+
+ABLATIONS = {  # what each changes of scaling-law-436M, and the paper's validation loss, where it gives one
+    "baseline": ({"attn_res_mode": "none"}, "1.766"),
+    "denseformer": ({"attn_res_mode": "full", "attn_res_weights": "static_raw"}, "1.767"),
+    "full": ({"attn_res_mode": "full"}, "1.737"),
+    "full-input-query": ({"attn_res_mode": "full", "attn_res_query": "input"}, "1.731"),
+    "full-static": ({"attn_res_mode": "full", "attn_res_weights": "static"}, "1.749"),
+    "full-sigmoid": ({"attn_res_mode": "full", "attn_res_weights": "sigmoid"}, "1.741"),
+    "full-no-key-norm": ({"attn_res_mode": "full", "attn_res_key_norm": False}, "1.743"),
+    "full-window-8": ({"attn_res_mode": "full", "attn_res_window": 8}, "1.764"),
+    "block-S4": ({"attn_res_block_size": 2}, "1.746"),
+    "block-S4-16-heads": ({"attn_res_block_size": 2, "attn_res_heads": 16}, "1.752"),
+    "block-S4-no-key-norm": ({"attn_res_block_size": 2, "attn_res_key_norm": False}, "1.750"),
+    "block-S2": ({"attn_res_block_size": 1}, "near 1.746"),
+    "block-S8": ({"attn_res_block_size": 4}, "near 1.746"),
+    "block-S16": ({"attn_res_block_size": 8}, "towards the baseline"),
+    "block-S32": ({"attn_res_block_size": 16}, "towards the baseline"),
+}
+
+
+@pytest.mark.parametrize("name", ABLATIONS)
+def test_the_papers_ablations(name):
+    """Each is the 436M model with nothing else changed, builds, and stands with its figure in the README."""
+    folder = ROOT / "configuration" / "ablations"
+    base = json.loads((ROOT / "configuration" / "scaling-law-436M" / "config.json").read_text())
+    changed, loss = ABLATIONS[name]
+    found = json.loads((folder / name / "config.json").read_text())
+    if changed.get("attn_res_mode") == "full":
+        changed = changed | {"attn_res_block_size": None}
+    assert found == base | changed
+    config = AutoConfig.from_pretrained(folder / name)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    assert hasattr(model.model, "attn_res") == (name != "baseline")
+    (row,) = [
+        line for line in (ROOT / "configuration" / "README.md").read_text().splitlines() if f"| `{name}` |" in line
+    ]
+    assert row.endswith(f"| {loss} |")
+
+
+def test_every_ablation_is_known():
+    assert {path.parent.name for path in (ROOT / "configuration" / "ablations").glob("*/config.json")} == set(ABLATIONS)

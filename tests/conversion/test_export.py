@@ -9,7 +9,8 @@ from transformers import AutoModelForCausalLM
 from common.errors import UserError
 from conversion.export import export_checkpoint
 from conversion.inspection import inspect_checkpoint
-from conversion.port import Blocks, port_checkpoint
+from conversion.port import Blocks, Form, port_checkpoint
+from conversion.verify import verify_port
 from tests.conversion.checkpoints import all_tensors, edit_config, edit_tensors, merge_shards, set_query, train_queries
 from tests.families import BY_NAME, tokens
 
@@ -103,3 +104,43 @@ def test_depth_tensors_that_are_not_those_of_a_port(tmp_path, name, change, mess
         with pytest.raises(UserError, match=message):
             refuse()
     assert not (tmp_path / "back").exists()
+
+
+FORMS = {
+    "add": (Form("add", heads=4), "gate", "13 of 13 gates are trained"),
+    "heads": (Form(heads=4), "query", "12 of 12 queries"),
+    "input": (Form(query="input", query_rank=3), "query_up", "12 of 12 query projections"),
+    "sigmoid": (Form(weights="sigmoid"), "query", "13 of 13 queries"),
+    "static": (Form(weights="static"), "static", "12 of 12 static weights"),
+    "static_raw": (Form(weights="static_raw", window=100), "static", "13 of 13 static weights"),
+    "no key norm": (Form(key_norm=False), "query", "12 of 12 queries"),
+}
+
+
+@pytest.mark.parametrize("name", FORMS)
+def test_every_form_there_and_back(name, tmp_path):
+    """Ported and verified, inspected, exported; and no longer once what starts at zero has moved."""
+    form, moving, refusal = FORMS[name]
+    BY_NAME["Qwen3Moe"].base_causal_lm().save_pretrained(tmp_path / "base")
+    report = port_checkpoint(str(tmp_path / "base"), tmp_path / "port", Blocks("full"), verify=True, form=form)
+    assert report.verification.passed
+    assert verify_port(str(tmp_path / "base"), str(tmp_path / "port")).passed
+    assert f"{moving} of 0 of " in str(inspect_checkpoint(str(tmp_path / "port")))
+    export_checkpoint(str(tmp_path / "port"), tmp_path / "back")
+    back, base = all_tensors(tmp_path / "back"), all_tensors(tmp_path / "base")
+    assert back.keys() == base.keys()
+    assert all(torch.equal(back[name], value) for name, value in base.items())
+    configs = [json.loads((tmp_path / folder / "config.json").read_text()) for folder in ("base", "back")]
+    assert configs[0] == configs[1]
+    name = f"model.attn_res.{moving}"
+    edit_tensors(tmp_path / "port", **{name: all_tensors(tmp_path / "port")[name] + 0.5})
+    with pytest.raises(UserError, match=refusal):
+        export_checkpoint(str(tmp_path / "port"), tmp_path / "again")
+
+
+def test_a_window_is_lossless_beside_the_stream_only(tmp_path):
+    BY_NAME["Llama"].base_causal_lm().save_pretrained(tmp_path / "base")
+    with pytest.raises(UserError, match=r"A window of 2 hides sources.*'add' goes with it"):
+        port_checkpoint(str(tmp_path / "base"), tmp_path / "port", form=Form(window=2))
+    report = port_checkpoint(str(tmp_path / "base"), tmp_path / "port", form=Form("add", window=2), verify=True)
+    assert report.verification.relative_error == 0

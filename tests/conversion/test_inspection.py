@@ -32,12 +32,12 @@ def test_a_port(family, base_checkpoint, tmp_path):
     found = inspect_checkpoint(str(tmp_path / "port"), with_entropy=True)
     assert found.family == family.ours("Config").model_type
     assert found.depth_parameters == 13 * 2 * 32
-    assert set(found.query_norms.values()) == {0.0}
-    assert len(found.query_norms) == 12
+    assert set(found.distances.values()) == {0.0}
+    assert len(found.distances) == 12
     assert found.entropies == pytest.approx([1.0] * 13, abs=1e-6)
     text = str(found)
     assert "[E] [0 1 2 3] [4 5] → output" in text
-    assert "0 of 12 away from zero" in text
+    assert "query of 0 of 12 sites is away from its start" in text
 
 
 def test_norms_and_entropies_belong_to_their_sites(tmp_path):
@@ -46,9 +46,9 @@ def test_norms_and_entropies_belong_to_their_sites(tmp_path):
     port_checkpoint(str(tmp_path / "base"), tmp_path / "port")
     set_query(tmp_path / "port", site=5, value=100.0)  # layer 2 MLP
     found = inspect_checkpoint(str(tmp_path / "port"), with_entropy=True)
-    assert {site for site, norm in found.query_norms.items() if norm > 0} == {5}
-    assert found.query_norms[5] == pytest.approx(100 * math.sqrt(32))
-    assert list(found.query_norms) == list(range(1, 13))
+    assert {site for site, norm in found.distances.items() if norm > 0} == {5}
+    assert found.distances[5] == pytest.approx(100 * math.sqrt(32))
+    assert list(found.distances) == list(range(1, 13))
     low = [site for site, entropy in enumerate(found.entropies) if entropy < 0.9]
     assert low == [5]
     line = next(line for line in str(found).splitlines() if line.startswith("layer 2 MLP"))

@@ -17,7 +17,7 @@ import modeling_attnres
 from common.errors import AnswerIsNo, UserError
 from conversion.__main__ import app
 from conversion.port import Blocks, port_checkpoint, try_command
-from tests.conversion.checkpoints import all_tensors, edit_config, edit_header
+from tests.conversion.checkpoints import all_tensors, command, edit_config, edit_header
 from tests.families import FAMILIES, Family, tokens
 from tests.oracle import relative_error
 
@@ -122,8 +122,10 @@ def test_other_files_are_kept_and_other_weights_are_not(base_checkpoint, tmp_pat
     assert sorted(path.name for path in (tmp_path / "target").glob("*.py")) == [
         "configuration_attnres.py",
         "depth_attention.py",
+        "depth_forms.py",
         "depth_readers.py",
         "modeling_attnres.py",
+        "residual_stream.py",
     ]
 
 
@@ -188,10 +190,14 @@ def port_llama(tmp_path, **arguments):
 @pytest.mark.parametrize(
     ("name", "fields", "reason"),
     [
-        ("Olmo2", {}, r"'olmo2' cannot be ported: .*a norm before attention .*Olmo2DecoderLayer does not"),
+        (
+            "Olmo2",
+            {},
+            r"'olmo2' cannot be ported: .*Olmo2DecoderLayer.*attn_res_form=\"add\" takes this layer as it is",
+        ),
         ("Cohere", {}, r"'cohere' cannot be ported: .*and one before the MLP .*CohereDecoderLayer does not"),
         ("GPTNeoX", {}, r"'gpt_neox' cannot be ported: .*has no final norm by a known name"),
-        ("Doge", {}, r"'doge' cannot be ported: .*residual stream"),
+        ("Doge", {}, r"'doge' cannot be ported: .*residual stream.*attn_res_form=\"add\".* can go with it"),
     ],
     ids=["no pre-norm", "one norm for parallel sublayers", "names of parts", "found by a run"],
 )
@@ -200,6 +206,17 @@ def test_what_cannot_be_lossless_is_refused_by_what_is_found(tmp_path, name, fie
     with pytest.raises(UserError, match=f"(?s){reason}"):
         port_checkpoint(str(tmp_path / "source"), tmp_path / "target")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["source"]
+
+
+def test_add_ports_what_the_papers_form_cannot_take(tmp_path):
+    save_family(tmp_path / "source", "Olmo2")
+    status, output = command(
+        "port", tmp_path / "source", tmp_path / "port", "--form", "add", "--heads", "4", "--verify"
+    )
+    assert status == 0, output
+    assert "form add, heads 4" in output
+    source, target = (AutoModelForCausalLM.from_pretrained(tmp_path / f).eval() for f in ("source", "port"))
+    assert torch.equal(target(tokens()).logits, source(tokens()).logits)
 
 
 def test_a_composite_checkpoint_is_refused(tmp_path):

@@ -4,7 +4,8 @@ import torch
 from hypothesis import strategies as st
 
 from modeling_attnres import BlockLayout, DepthReader, depth_read
-from modeling_attnres.depth_attention import EagerReader
+from modeling_attnres.depth_attention import DepthParameters, EagerReader
+from modeling_attnres.residual_stream import ReplacePass
 
 
 EPS = 1e-6
@@ -38,8 +39,8 @@ def reader_with(blocks, query, reader_class: type[DepthReader] = EagerReader) ->
     """A reader that was given these blocks, and the first site that reads all of them; all sites have this query."""
     layout = BlockLayout(len(blocks), tuple(range(len(blocks))))
     queries = (query * query.shape[-1] ** 0.5).expand(layout.num_sites, -1)
-    reader = reader_class(queries, EPS, layout)
-    reader.enter_layer(0, blocks[0])
+    reader = reader_class(DepthParameters(queries), EPS, layout)
+    ReplacePass(reader).enter_layer(0, blocks[0])
     for block in blocks[1:]:
         reader.append(block)
     return reader, 2 * len(blocks) - 2

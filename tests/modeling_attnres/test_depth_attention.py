@@ -6,8 +6,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from modeling_attnres import BlockLayout, DepthAttention, is_depth_parameter
-from modeling_attnres.depth_attention import EagerReader, source_logits
+from modeling_attnres.depth_attention import DepthParameters, EagerReader, source_logits
 from modeling_attnres.depth_readers import TrainingReader, TwoPhaseReader
+from modeling_attnres.residual_stream import ReplacePass
 from tests.modeling_attnres.reads import (
     EPS,
     TOLERANCE,
@@ -142,7 +143,7 @@ def test_effective_queries_are_query_times_norm_in_site_order():
         for index, parameter in enumerate(module.parameters()):
             parameter.copy_(torch.arange(parameter.numel()).reshape(parameter.shape) + 10.0 * index)
     expected = [module.query[site] * module.norm[site] for site in range(5)]
-    torch.testing.assert_close(module(), torch.stack(expected) * 3**0.5)
+    torch.testing.assert_close(module().queries_SD, torch.stack(expected) * 3**0.5)
     assert {name: list(value.shape) for name, value in module.state_dict().items()} == {
         "query": [5, 3],
         "norm": [5, 3],
@@ -169,20 +170,21 @@ def test_depth_parameters_are_known_by_name_whatever_the_model_is_wrapped_in():
 @pytest.mark.parametrize("reader_class", [EagerReader, TrainingReader, TwoPhaseReader])
 def test_a_reader_follows_the_newest_hidden_state_to_its_device(reader_class):
     """As in a model spread over devices; the meta device stands for another one."""
-    reader = reader_class(torch.randn(5, 8), EPS, BlockLayout(2, (0, 1)))
+    reader = reader_class(DepthParameters(torch.randn(5, 8)), EPS, BlockLayout(2, (0, 1)))
+    depth_pass = ReplacePass(reader)
 
     def devices(site):
         flat = [one for part in reader.inputs_for(site) for one in (part if isinstance(part, tuple) else (part,))]
         return {tensor.device.type for tensor in flat}
 
-    reader.enter_layer(0, torch.randn(1, 3, 8))
+    depth_pass.enter_layer(0, torch.randn(1, 3, 8))
     assert devices(0) == devices(1) == {"cpu"}
-    reader.leave_layer(torch.randn(1, 3, 8))
-    reader.enter_layer(1, torch.randn(1, 3, 8, device="meta"))
+    depth_pass.leave_layer(torch.randn(1, 3, 8))
+    depth_pass.enter_layer(1, torch.randn(1, 3, 8, device="meta"))
     assert devices(2) == {"meta"}
     reader.move_to(torch.device("meta"))
     assert devices(4) == {"meta"}
-    assert reader.read_output(torch.randn(1, 3, 8, device="meta")).device.type == "meta"
+    assert depth_pass.read_output(torch.randn(1, 3, 8, device="meta")).device.type == "meta"
 
 
 @pytest.mark.parametrize("full", [False, True])
@@ -190,12 +192,13 @@ def test_a_reader_follows_the_newest_hidden_state_to_its_device(reader_class):
 def test_blocks_are_the_closed_ones_in_order(reader_class, full):
     """What a pipeline stage would hand on: the embedding first, each rounded to the dtype of the model."""
     layout = BlockLayout(2, (0, 1), full=full)
-    reader = reader_class(torch.randn(layout.num_sites, 8), EPS, layout)
+    reader = reader_class(DepthParameters(torch.randn(layout.num_sites, 8)), EPS, layout)
+    depth_pass = ReplacePass(reader)
     parts = [torch.randn(1, 3, 8) for _ in range(5)]
-    reader.enter_layer(0, parts[0].bfloat16())
-    handed_over = reader.leave_layer(parts[2], kept_apart=[parts[1]] if full else [])
+    depth_pass.enter_layer(0, parts[0].bfloat16())
+    handed_over = depth_pass.leave_layer(parts[2], kept_apart=[parts[1]] if full else [])
     assert handed_over.dtype == torch.bfloat16
-    reader.enter_layer(1, handed_over)
+    depth_pass.enter_layer(1, handed_over)
     expected = [parts[0], *([parts[1]] if full else []), parts[2]]
     assert reader.num_blocks == len(reader.blocks) == len(expected)
     assert all(torch.equal(found, part.bfloat16()) for found, part in zip(reader.blocks, expected, strict=True))

@@ -6,8 +6,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from modeling_attnres import BlockLayout
-from modeling_attnres.depth_attention import EagerReader
+from modeling_attnres.depth_attention import DepthParameters, EagerReader
 from modeling_attnres.depth_readers import TrainingReader, TwoPhaseReader
+from modeling_attnres.residual_stream import ReplacePass
 from tests.modeling_attnres.reads import (
     EPS,
     TOLERANCE,
@@ -105,14 +106,14 @@ def test_two_phases_equal_reads_one_by_one(dtype, layers_a_block, sublayers_kept
     queries = queries.to(torch.promote_types(dtype, torch.float32)) * case["width"] ** 0.5
     starts = tuple(range(layers)) if sublayers_kept_apart else tuple(range(0, layers, layers_a_block))
     layout = BlockLayout(layers, starts, full=sublayers_kept_apart)
-    eager, two_phase = (reader(queries, EPS, layout) for reader in (EagerReader, TwoPhaseReader))
+    eager, two_phase = (reader(DepthParameters(queries), EPS, layout) for reader in (EagerReader, TwoPhaseReader))
     two_phase.phase_1_bytes = two_phase.tile_bytes = bytes_at_once
     given = []
 
     for layer in range(layers):
         for reader in (eager, two_phase):
             if layer == 0:
-                reader.enter_layer(0, values[0])
+                ReplacePass(reader).enter_layer(0, values[0])
             elif layer in starts:
                 reader.append(values[layer])
         sites = (2 * layer, 2 * layer + 1)

@@ -6,9 +6,9 @@ import pytest
 import torch
 from transformers import AutoConfig
 
-from modeling_attnres import LOSSLESS_FAMILIES
+from modeling_attnres import ADDITIVE_FAMILIES, LOSSLESS_FAMILIES
 from tests.conftest import ROOT
-from tests.families import CACHE, TABLE, cache_of, tokens
+from tests.families import ADDITIVE_TABLE, CACHE, TABLE, cache_of, randomise_depth, tokens
 from tests.oracle import Recorder, expected_inputs, relative_error
 
 
@@ -78,9 +78,26 @@ class FamilyRecorder(Recorder):
         return hook
 
 
+class PostNormRecorder(FamilyRecorder):
+    """The same where attention and MLP read the stream, and a norm after each makes what is added."""
+
+    def __init__(self, model):
+        self.embedding, self.outputs, self.inputs, self.handles, self.scale = None, {}, {}, [], 1
+        for index, layer in enumerate(model.layers):
+            for sublayer, (module, norm) in enumerate(
+                ((layer.self_attn, layer.post_attention_layernorm), (layer.mlp, layer.post_feedforward_layernorm))
+            ):
+                site = 2 * index + sublayer
+                self.handles.append(norm.register_forward_hook(self.keep_scaled_output(site)))
+                self.handles.append(module.register_forward_pre_hook(self._keep_input(site)))
+        self.handles.append(model.layers[0].register_forward_pre_hook(self.keep_first_input))
+        self.handles.append(model.norm.register_forward_pre_hook(self._keep_input(2 * len(model.layers))))
+
+
 def test_the_table_is_what_is_listed():
     assert TABLE.keys() <= LOSSLESS_FAMILIES
-    missing = LOSSLESS_FAMILIES - TABLE.keys()
+    assert ADDITIVE_TABLE.keys() <= ADDITIVE_FAMILIES
+    missing = ADDITIVE_FAMILIES - ADDITIVE_TABLE.keys()
     for model_type in missing:  # this release of transformers lacks them, and says so when one is asked for
         with pytest.raises(ValueError, match=model_type):
             AutoConfig.for_model(f"attnres_{model_type}")
@@ -159,6 +176,36 @@ def test_gradient_checkpointing_changes_no_gradient(model_type, mode):
             assert (found[name] - gradient).norm() <= 1e-5 * gradient.norm() + 1e-7 * largest, name
 
 
+@pytest.mark.parametrize("model_type", ADDITIVE_TABLE)
+def test_add_computes_exactly_what_the_base_computes(model_type):
+    """Bit for bit, whatever norms and multipliers a family has; and a gate that is open changes every logit."""
+    family, ids = ADDITIVE_TABLE[model_type], tokens(length=12)
+    base = family.base_causal_lm()
+    with torch.no_grad():
+        expected = base(ids).logits
+    for fields in ({"attn_res_mode": "full"}, {"attn_res_block_size": 2, "attn_res_heads": 2}):
+        config = family.config(attn_res_form="add", **fields)
+        port = family.ours("ForCausalLM")(config).eval()
+        assert not port.load_state_dict(base.state_dict(), strict=False).unexpected_keys
+        with torch.no_grad():
+            assert torch.equal(port(ids).logits, expected)
+            randomise_depth(port)
+            assert relative_error(port(ids).logits, expected) > 1e-3
+
+
+@pytest.mark.parametrize("model_type", ["olmo2", "exaone4"])
+def test_add_in_a_family_without_pre_norms(model_type):
+    """Attention and MLP read stream + gate × mixture themselves."""
+    family = ADDITIVE_TABLE[model_type]
+    for fields in LAYOUTS.values():
+        model = family.causal_lm(attn_res_form="add", attn_res_heads=2, **fields)
+        with torch.no_grad(), PostNormRecorder(model.model) as record:
+            model(tokens())
+        expected, _ = expected_inputs(record, model.model.attn_res, model.config)
+        for site, value in enumerate(expected):
+            assert relative_error(record.inputs[site], value) <= 2e-6, f"site {site}"
+
+
 @pytest.mark.slow
 def test_all_families_as_remote_code(tmp_path, run_isolated):
     """Loaded with only the files beside the checkpoints, in a process that cannot import this project."""
@@ -185,7 +232,9 @@ for model_type in {list(models)}:
 
 def test_the_readme_lists_the_table():
     table = (ROOT / "README.md").read_text().partition("by model type:")[2].partition("\nAny other decoder")[0]
-    assert set(re.findall(r"`(\w+)`", table)) == LOSSLESS_FAMILIES
+    lossless, _, additive = table.partition("attn_res_form")
+    assert set(re.findall(r"`(\w+)`", lossless)) == LOSSLESS_FAMILIES
+    assert set(re.findall(r"`(\w+)`", additive)) - {"add"} == ADDITIVE_FAMILIES - LOSSLESS_FAMILIES
 
 
 def test_a_family_whose_parts_have_other_names(run_isolated):

@@ -136,7 +136,7 @@ def test_a_base_layer_among_ours_is_refused(layout):
 
 def test_a_layer_called_by_hand_says_what_it_lacks():
     model = BY_NAME["Llama"].causal_lm()
-    with pytest.raises(TypeError, match="Decoder layer 1 was called without depth_reader"):
+    with pytest.raises(TypeError, match="Decoder layer 1 was called without depth_pass"):
         model.model.layers[1](torch.zeros(1, 2, 32))
 
 

@@ -20,7 +20,10 @@ from tests.oracle import relative_error
 
 
 HEADS = ("ForSequenceClassification", "ForTokenClassification", "ForQuestionAnswering")
-CODE_FILES = {"configuration_attnres.py", "depth_attention.py", "depth_readers.py", "modeling_attnres.py"}
+CODE_FILES = {
+    *("configuration_attnres.py", "depth_attention.py", "depth_forms.py", "depth_readers.py", "modeling_attnres.py"),
+    "residual_stream.py",
+}
 
 
 def depth_shapes(layers, width, prefix="model."):
@@ -349,7 +352,7 @@ def test_a_causal_model_and_heads_load_each_others_checkpoints(tmp_path):
         ("AttnResBertForSequenceClassification", r"does not qualify.*BertLayer"),
         ("AttnResGPT2Model", r"does not qualify.*GPT2Block"),
         ("AttnResCohereForCausalLM", r"does not qualify.*CohereDecoderLayer"),
-        ("AttnResOlmo2ForCausalLM", r"does not qualify.*Olmo2DecoderLayer"),
+        ("AttnResApertusForCausalLM", r"does not qualify.*ApertusDecoderLayer"),
         ("AttnResLamaForCausalLM", r"has no LamaForCausalLM.*Near names:.*AttnResLlamaForCausalLM"),
         ("AttnResLlamaForCasualLM", r"has no LlamaForCasualLM.*Near names:.*AttnResLlamaForCausalLM"),
         ("AttnResLamaConfig", r"has no LamaConfig.*Near names:.*AttnResLlamaConfig"),
@@ -375,7 +378,7 @@ def test_an_import_of_what_is_not_there_says_why():
 
 
 def test_a_name_that_does_not_qualify_names_near_ones_that_do():
-    for name in ("AttnResBertForCausalLM", "AttnResOlmo2ForCausalLM"):
+    for name in ("AttnResBertForCausalLM", "AttnResCohereForCausalLM"):
         with pytest.raises(AttributeError) as refusal:
             getattr(modeling_attnres, name)
         near = re.findall(r"AttnRes\w+", str(refusal.value).partition("Near names:")[2])

@@ -34,8 +34,8 @@ class CountingReader(EagerReader):
 class MeanReader(DepthReader):
     """A reader of one's own, from the protocol alone: the plain mean of the sources, whatever the queries say."""
 
-    def __init__(self, queries_SD, eps, layout):
-        super().__init__(queries_SD, eps, layout)
+    def __init__(self, parameters, eps, layout):
+        super().__init__(parameters, eps, layout)
         self.sums = []
 
     @property
@@ -104,7 +104,7 @@ def test_a_name_can_be_given_at_load_and_in_a_config(tmp_path):
 
 @pytest.mark.parametrize("wrong", ["fast", "sdpa", "", None])
 def test_unknown_names_are_refused_listing_the_known(wrong):
-    message = r"must be one of 'auto', 'eager', 'training', 'two_phase'.*'counting'"
+    message = r"must be one of 'auto', 'eager', 'general', 'training', 'two_phase'.*'counting'"
     with pytest.raises(ValueError, match=message):
         LLAMA.config(attn_res_implementation=wrong)
     config = LLAMA.config()
@@ -148,7 +148,7 @@ def test_auto_takes_the_first_that_can():
 def test_auto_in_a_pass(gradients, weights, expected):
     model, readers = LLAMA.causal_lm(), []
     model.model.layers[0].register_forward_pre_hook(
-        lambda _, args, kwargs: readers.append(kwargs["depth_reader"]), with_kwargs=True
+        lambda _, args, kwargs: readers.append(kwargs["depth_pass"].reader), with_kwargs=True
     )
     with torch.set_grad_enabled(gradients):
         model(tokens(), output_depth_attentions=weights)

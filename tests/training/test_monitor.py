@@ -60,7 +60,7 @@ def test_a_healthy_run_warns_of_nothing(tmp_path):
 def test_queries_that_do_not_move(tmp_path):
     model = BY_NAME["Llama"].causal_lm()
     model.model.attn_res.requires_grad_(False)
-    with pytest.warns(UserWarning, match=r"After 5 steps no pseudo-query has moved .*--depth-lr"):
+    with pytest.warns(UserWarning, match=r"After 5 steps no query has moved .*--depth-lr"):
         train(tmp_path, model, DepthMonitor(tokens(batch=1)))
 
 
