@@ -188,6 +188,12 @@ def test_what_cannot_work_is_refused_before_a_model_is_loaded(save_model, text_f
     short = tmp_path / "short.txt"
     short.write_text("w1")
     refused("1 rows to train on and 0 held out", data=short)
+    refused("1 rows to train on and 0 held out", data=short, output=tmp_path / "runs" / "out")
+    assert not (tmp_path / "out").exists()
+    assert not (tmp_path / "runs").exists()
+    (tmp_path / "mine").mkdir()
+    refused("1 rows to train on and 0 held out", data=short, output=tmp_path / "mine")
+    assert (tmp_path / "mine").is_dir()  # it was there before
     (tmp_path / "done/adapter").mkdir(parents=True)
     refused("this run is finished", output=tmp_path / "done")
     # Options of ours, and of Trainer
@@ -237,6 +243,7 @@ def test_nothing_to_train_is_refused(save_model, text_file, tmp_path):
     args = (save_model(), text_file, tmp_path / "out")
     refused("leaves nothing to train", *command(*args, "--lora", "none", "--no-depth"))
     refused("has no experts", *command(*args, "--lora", "experts"))
+    assert not (tmp_path / "out").exists()
 
 
 def test_the_command_reports_errors_without_a_traceback(save_model, tmp_path):
