@@ -51,6 +51,7 @@ OTHER_WEIGHTS = (  # and what else a training leaves in a folder: patterns of `f
     *("original/*", "*/original/*", "checkpoint-*/*", "*/checkpoint-*/*"),
 )
 SIZE = re.compile(r"size|dim|rank|state|num|n_|layers|experts|heads|labels")  # fields that make a model large
+COUNT = re.compile(r"(size|dim|rank|heads|layers|experts)$")  # those of them that are positive integers, as a rule
 LARGEST = 2**20  # the largest size believed: more would fill the memory before any tensor is compared
 
 # By quantisation, the names of the tensors that it adds beside a weight. Others are not known to work.
@@ -222,7 +223,7 @@ class Checkpoint:
         for name in ("dtype", "torch_dtype"):
             if not isinstance(value := self.config.get(name), str | None):
                 raise CheckpointError(f'{file}: {name} is {_as_json(value)}, expected a name such as "bfloat16".')
-        with reading(f"{file}{self._sizes_not_positive}"):
+        with reading(f"{file}{self._odd_sizes}"):
             try:
                 return config_class.from_pretrained(self.folder)
             except StrictDataclassFieldValidationError as error:
@@ -239,13 +240,11 @@ class Checkpoint:
         return f"{name} is {_as_json(self.config[name])}, expected {' or '.join(names)}."
 
     @property
-    def _sizes_not_positive(self) -> str:
-        """The sizes in the config below 1, which may be why it fails, in brackets; nothing where there are none."""
-        sizes = [
-            (name, value) for name, value in _fields(self.config) if SIZE.search(name) and not name.endswith("_id")
-        ]
-        found = [f"{name} is {value}" for name, value in sizes if type(value) is int and value < 1]
-        return f" ({', '.join(found)})" if found else ""
+    def _odd_sizes(self) -> str:
+        """The sizes in the config that are no positive integers, which may be why it fails, in brackets."""
+        sizes = [(name, value) for name, value in _fields(self.config) if COUNT.search(name)]
+        odd = [pair for pair in sizes if isinstance(pair[1], str | float) or (type(pair[1]) is int and pair[1] < 1)]
+        return f" ({', '.join(f'{name} is {_as_json(value)}' for name, value in odd)})" if odd else ""
 
     def not_portable(self, reason: object) -> CheckpointError:
         """Return the error that says why the family cannot be ported."""
@@ -325,10 +324,10 @@ class Checkpoint:
                     ignore_mismatched_sizes=True,
                 )
             except (AttributeError, TypeError) as error:  # what depth attention needs is not there
-                raise self.not_portable(describe(error)) from error
+                raise self.not_portable(f"{describe(error)}{self._odd_sizes}") from error
             except Exception as error:  # what is wrong with a field, a family may say by any exception
                 raise CheckpointError(
-                    f"{self.folder}: tensors do not fit {CONFIG_NAME}{self._sizes_not_positive}: {describe(error)}"
+                    f"{self.folder}: tensors do not fit {CONFIG_NAME}{self._odd_sizes}: {describe(error)}"
                 ) from error
         # Shapes are those that the model has.
         for name, shape, expected in sorted(loading["mismatched_keys"]):

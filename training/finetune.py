@@ -3,6 +3,7 @@
 import contextlib
 import json
 import math
+import os
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Literal
@@ -193,6 +194,8 @@ def check_arguments(recipe: Recipe, arguments: Arguments) -> PreTrainedConfig:
             "fsdp_config['activation_checkpointing']: accelerate would wrap the depth parameters that PEFT trains, and "
             "PEFT could not save them. Use --activation_checkpointing True."
         )
+    if (launched := int(os.environ.get("WORLD_SIZE", 1))) > arguments.world_size == 1:
+        raise TrainingError(f"{launched} processes were launched, and each would train alone. On CPUs use --use-cpu.")
     if arguments.fsdp and arguments.device.type == "cpu":
         raise TrainingError("--fsdp: accelerate shards on accelerators only; on CPUs it would train with DDP unasked.")
     return config

@@ -72,6 +72,7 @@ def test_pipes_in_place_of_texts_and_sources(source, tmp_path):
         ({"hidden_size": None}, "config.json: hidden_size is null, expected int[.]"),
         ({"bos_token_id": [[1]]}, r"config.json: bos_token_id is \[\[1\]\], expected int( or list)? or null[.]"),
         ({"initializer_range": 1.5}, "config.json: initializer_range: Value must be .*, got 1.5"),
+        ({"index_head_dim": "12", "vocab_size": -1}, r'\(vocab_size is -1, index_head_dim is "12"\)'),
         ({"dtype": -1}, 'config.json: dtype is -1, expected a name such as "bfloat16"'),
         ({"hidden_act": "nothing"}, "do not fit config.json: "),
         ({"quantization_config": ["fp8"]}, "quantization_config is no object|config.json cannot be read"),

@@ -19,7 +19,8 @@ from tests.families import BY_NAME, FAMILIES, tokens
 from tests.oracle import relative_error
 from tests.training import conftest, tokenization_words
 from training.data import hold_out, read_documents
-from training.finetune import Recipe, finetune_model
+from training.finetune import Recipe, check_arguments, finetune_model
+from training.loading import TrainingError
 from training.options import Arguments
 
 from .conftest import refused, succeed, words
@@ -237,6 +238,13 @@ def test_a_run_that_diverges_saves_nothing(save_model, text_file, tmp_path):
         )
     assert not (tmp_path / "out/adapter").exists()
     assert not (tmp_path / "out/result.json").exists()
+
+
+def test_processes_that_would_not_train_together_are_refused(save_model, text_file, tmp_path, monkeypatch):
+    arguments = Arguments(output_dir=str(tmp_path / "out"))
+    monkeypatch.setenv("WORLD_SIZE", "2")  # as torchrun sets it; on CPUs transformers uses one process unless told so
+    with pytest.raises(TrainingError, match=r"2 processes were launched, and each would train alone.*--use-cpu"):
+        check_arguments(Recipe(model=str(save_model()), data=[text_file]), arguments)
 
 
 def test_nothing_to_train_is_refused(save_model, text_file, tmp_path):
