@@ -149,13 +149,19 @@ def _claimed(final: Path, partial: Path, make: Callable[[], object], flags: int 
     """
     made = [parent for parent in final.parents if not parent.exists()]
     final.parent.mkdir(parents=True, exist_ok=True)
+    with _removed_after_an_error(made), _locked(final, partial, make, flags):
+        yield
+
+
+@contextlib.contextmanager
+def _removed_after_an_error(folders: list[Path]) -> Iterator[None]:
+    """Remove folders, the innermost first, where the `with` block ends with an error and nothing lies in them."""
     try:
-        with _locked(final, partial, make, flags):
-            yield
+        yield
     except BaseException:
-        for parent in made:
+        for folder in folders:
             with contextlib.suppress(OSError):  # another writer's work lies there
-                parent.rmdir()
+                folder.rmdir()
         raise
 
 
@@ -187,14 +193,18 @@ def _locked(final: Path, partial: Path, make: Callable[[], object], flags: int) 
 def hold_folder(folder: Path, refusal: str) -> Iterator[None]:
     """Make a folder, and keep other processes that hold it from working in it within the `with` block.
 
+    Folders that it makes are removed after an error that leaves them empty.
+
     Raises:
         UserError: another one holds it; says `refusal` after the folder's name.
     """
+    made = [place for place in (folder, *folder.parents) if not place.exists()]
     folder.mkdir(parents=True, exist_ok=True)
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
         _lock(descriptor, f"{folder}: {refusal}")
-        yield
+        with _removed_after_an_error(made):
+            yield
     finally:
         os.close(descriptor)
 

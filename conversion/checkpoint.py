@@ -19,16 +19,23 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
+from types import NoneType, UnionType
+from typing import get_args
 
 import torch
 import transformers
 from huggingface_hub import snapshot_download
-from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+from huggingface_hub.errors import (
+    HfHubHTTPError,
+    HFValidationError,
+    LocalEntryNotFoundError,
+    StrictDataclassFieldValidationError,
+)
 from safetensors import safe_open
 from transformers.utils import ADAPTER_CONFIG_NAME, SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
 import modeling_attnres
-from common.errors import UserError, describe, reading
+from common.errors import UserError, describe, one_line, reading
 from common.files import check_file, files_below
 from common.quiet import quiet_transformers
 from modeling_attnres import DepthAttention, config_name, is_attnres_type, is_depth_parameter
@@ -44,6 +51,7 @@ OTHER_WEIGHTS = (  # and what else a training leaves in a folder: patterns of `f
     *("original/*", "*/original/*", "checkpoint-*/*", "*/checkpoint-*/*"),
 )
 SIZE = re.compile(r"size|dim|rank|state|num|n_|layers|experts|heads|labels")  # fields that make a model large
+COUNT = re.compile(r"(size|dim|rank|heads|layers|experts)$")  # those of them that are positive integers, as a rule
 LARGEST = 2**20  # the largest size believed: more would fill the memory before any tensor is compared
 
 # By quantisation, the names of the tensors that it adds beside a weight. Others are not known to work.
@@ -216,8 +224,32 @@ class Checkpoint:
                 raise CheckpointError(f"{file}: {name} is {value}, expected at most {LARGEST}.")
             if name.endswith(("eps", "epsilon")) and isinstance(value, int | float) and not 0 <= value < math.inf:
                 raise CheckpointError(f"{file}: {name} is {value}, expected a finite number that is not negative.")
-        with reading(file):
-            return config_class.from_pretrained(self.folder)
+        # No dtype but a name: others fail where they are used.
+        for name in ("dtype", "torch_dtype"):
+            if not isinstance(value := self.config.get(name), str | None):
+                raise CheckpointError(f'{file}: {name} is {_as_json(value)}, expected a name such as "bfloat16".')
+        with reading(f"{file}{self._odd_sizes}"):
+            try:
+                return config_class.from_pretrained(self.folder)
+            except StrictDataclassFieldValidationError as error:
+                raise CheckpointError(f"{file}: {self._describe_field(error)}") from error
+
+    def _describe_field(self, error: StrictDataclassFieldValidationError) -> str:
+        """Say which field of the config has which value, and what its family expects."""
+        name, cause = re.search(r"'(\w+)'", str(error))[1], error.__cause__
+        field = self.config_class.__dataclass_fields__.get(name)
+        if not isinstance(cause, TypeError) or name not in self.config or field is None:
+            return f"{name}: {describe(cause or error)}"
+        kinds = get_args(field.type) if isinstance(field.type, UnionType) else [field.type]
+        names = ["null" if kind is NoneType else getattr(kind, "__name__", str(kind)) for kind in kinds]
+        return f"{name} is {_as_json(self.config[name])}, expected {' or '.join(names)}."
+
+    @property
+    def _odd_sizes(self) -> str:
+        """The sizes in the config that are no positive integers, which may be why it fails, in brackets."""
+        sizes = [(name, value) for name, value in _fields(self.config) if COUNT.search(name)]
+        odd = [pair for pair in sizes if isinstance(pair[1], str | float) or (type(pair[1]) is int and pair[1] < 1)]
+        return f" ({', '.join(f'{name} is {_as_json(value)}' for name, value in odd)})" if odd else ""
 
     def not_portable(self, reason: object) -> CheckpointError:
         """Return the error that says why the family cannot be ported."""
@@ -300,9 +332,11 @@ class Checkpoint:
                     ignore_mismatched_sizes=True,
                 )
             except (AttributeError, TypeError) as error:  # what depth attention needs is not there
-                raise self.not_portable(describe(error)) from error
+                raise self.not_portable(f"{describe(error)}{self._odd_sizes}") from error
             except Exception as error:  # what is wrong with a field, a family may say by any exception
-                raise CheckpointError(f"{self.folder}: tensors do not fit {CONFIG_NAME}: {describe(error)}") from error
+                raise CheckpointError(
+                    f"{self.folder}: tensors do not fit {CONFIG_NAME}{self._odd_sizes}: {describe(error)}"
+                ) from error
         # Shapes are those that the model has.
         for name, shape, expected in sorted(loading["mismatched_keys"]):
             if name in packed:
@@ -344,6 +378,11 @@ def _fields(config: dict) -> Iterator[tuple[str, object]]:
     """Yield the fields of a config, and of configs within it."""
     for name, value in config.items():
         yield from _fields(value) if isinstance(value, dict) else [(name, value)]
+
+
+def _as_json(value: object) -> str:
+    """Write a value as its file has it, cut to what is enough to find it."""
+    return one_line(json.dumps(value, ensure_ascii=False), 80)
 
 
 def layer_of(name: str) -> int | None:

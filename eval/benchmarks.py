@@ -23,7 +23,7 @@ from .harness import GROUP_FIELD_NAMES, Kind, first_filter, load_yaml
 
 
 TASKS = Path(__file__).parent / "tasks"
-WITHOUT_NETWORK = "To evaluate without a network, fill a folder by `python -m eval fetch` where there is one: --data."
+WITHOUT_NETWORK = "`python -m eval fetch`, run where there is a network, fills a folder that --data reads without one."
 
 
 class EvalError(UserError):
@@ -150,6 +150,7 @@ def build(manager: TaskManager, names: list[str], missing: list[str]) -> list[Be
             cannot be reached, should have given.
     """
     benchmarks, problems = [], []
+    unreached: dict[str, list[str]] = {}  # tasks, by what the hub did not give
     for name in names:
         # Task by task, so that one that cannot be built does not hide what is wrong with the others.
         tasks: dict[str, Task] = {}
@@ -160,9 +161,9 @@ def build(manager: TaskManager, names: list[str], missing: list[str]) -> list[Be
             except UserError as error:
                 problems.append(str(error))
             except ConnectionError as error:
-                problems.append(f"{member['task']}: {error}. {WITHOUT_NETWORK}")
+                unreached.setdefault(one_line(str(error)), []).append(member["task"])
                 if not is_offline_mode():  # every other data set would wait for the hub just as long, in vain
-                    raise DataError(problems[-1]) from error
+                    raise DataError(f"{member['task']}: {error}. {WITHOUT_NETWORK}") from error
             except Exception as error:
                 if len(missing) == before:  # else it failed because its rows are missing, which is reported below
                     problems.append(f"{member['task']} cannot be built: {type(error).__name__}: {one_line(str(error))}")
@@ -171,9 +172,17 @@ def build(manager: TaskManager, names: list[str], missing: list[str]) -> list[Be
     # Missing files first: without their rows, other errors mean little.
     if missing:
         raise DataError("These files are missing:\n  " + "\n  ".join(dict.fromkeys(missing)))
+    if unreached:
+        problems += [f"{_some(tasks)}: {error}." for error, tasks in unreached.items()]
+        problems[-1] += f" {WITHOUT_NETWORK}"
     if problems:
         raise DataError("\n".join(dict.fromkeys(problems)))
     return benchmarks
+
+
+def _some(names: list[str]) -> str:
+    """Name the first of many, and how many more there are."""
+    return names[0] + (f" and {len(names) - 1} more" if len(names) > 1 else "")
 
 
 def _members(manager: TaskManager, name: str, overrides: dict[str, Any]) -> Iterator[dict[str, Any]]:

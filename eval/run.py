@@ -29,6 +29,7 @@ from common.errors import UserError, one_line, reading
 from common.files import hold_folder, whole_file
 
 from . import data as local_data
+from .adapter import check_adapter
 from .benchmarks import Benchmark, EvalError, build, names_of, task_manager
 from .tasks import sandbox
 
@@ -145,8 +146,9 @@ def run_benchmarks(
         The benchmarks that `names` stand for, and an outcome per subject.
 
     Raises:
-        UserError: before any model is loaded: unknown names, missing or malformed data, code that may
-            not be run, results of other settings in `output`, another process at work there; or nothing could be run.
+        UserError: before any model is loaded: unknown names, missing or malformed data, code that may not be run, an
+            adapter of another model, results of other settings in `output`, another process at work there; or nothing
+            could be run.
 
     Example:
         from pathlib import Path
@@ -167,6 +169,10 @@ def run_benchmarks(
     if not settings.trust_remote_code and settings.backend == "hf":
         for subject in subjects:
             _refuse_code(subject)
+    for subject in subjects:
+        if subject.adapter is not None:
+            revision = simple_parse_args_string(settings.model_args).get("revision")
+            check_adapter(subject.model, subject.adapter, settings.trust_remote_code, revision)
     with contextlib.ExitStack() as stack:
         if code := [benchmark.name for benchmark in benchmarks if benchmark.runs_code]:
             stack.enter_context(_code_allowed(settings, code))

@@ -13,6 +13,7 @@ import numpy as np
 from scipy import stats
 
 from common.files import whole_file
+from model_cards.markdown import table as markdown_table
 
 from .benchmarks import Benchmark
 from .run import Outcome
@@ -196,8 +197,8 @@ def _score(benchmark: Benchmark, results: dict[str, Any], items: int, scale: flo
 
 
 def _difference(first: dict, second: dict, scale: float) -> Difference | None:
-    """Compare two models' values by item; None where their items are not the same, for their limits differ."""
-    if first.keys() != second.keys():
+    """Compare two models' values by item; None where their items are not the same, for their limits differ, or one."""
+    if first.keys() != second.keys() or len(first) < 2:  # one item says nothing of others: it has no interval
         return None
     values = [np.array([items[key] for key in first], dtype=float) for items in (first, second)]
     if values[0].ndim == 1:
@@ -225,22 +226,24 @@ def markdown(rows: Sequence[Row], outcomes: Sequence[Outcome]) -> str:
         if len(names) > 1:
             line += _difference_cells(row)
         lines.append(line)
-    return _markdown_table(header, lines)
+    return _aligned_table(header, lines)
 
 
-def _markdown_table(header: list[str], lines: list[list[str]]) -> str:
+def _aligned_table(header: list[str], lines: list[list[str]]) -> str:
     """Lay out a Markdown table that also reads well as text, columns of numbers aligned to the right."""
-    columns = []
+    columns, rules = [], []
     for title, *cells in zip(header, *lines):
         title, *cells = (cell.replace("|", "\\|") for cell in (title, *cells))
-        is_numbers = all(re.fullmatch(r"[\d.]*", cell) for cell in cells)
         width = max(map(len, (title, "---", *cells)))
-        if is_numbers:
-            column = ["-" * (width - 1) + ":", *(cell.rjust(width) for cell in cells)]
+        if all(re.fullmatch(r"[\d.]*", cell) for cell in cells):
+            rules.append(f" {'-' * (width - 1)}: ")
+            cells = [cell.rjust(width) for cell in cells]
         else:
-            column = ["-" * width, *(cell.ljust(width) for cell in cells)]
-        columns.append([f"{title:^{width}}", *column])
-    return "".join(f"| {' | '.join(line)} |\n" for line in zip(*columns))
+            rules.append(f" {'-' * width} ")
+            cells = [cell.ljust(width) for cell in cells]
+        columns.append([f"{title:^{width}}", *cells])
+    header, *lines = zip(*columns)
+    return markdown_table(header, lines, rules) + "\n"
 
 
 def _cell(score: Score | str) -> str:

@@ -14,11 +14,11 @@ from huggingface_hub.dataclasses import strict
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, PreTrainedConfig
 
 from common.errors import UserError, describe, reading
-from common.files import whole_file
+from common.files import check_file, whole_file
 from modeling_attnres import is_depth_parameter  # the import lets the Auto classes find the families, too
 
 from .blocks import describe_blocks, draw_blocks
-from .markdown import code, link, plain, python_string
+from .markdown import code, link, plain, python_string, table
 from .provenance import Provenance, is_hub_id, read
 
 
@@ -138,6 +138,7 @@ def _config(path: Path) -> PreTrainedConfig:
 
 
 def _json(file: Path) -> Any:
+    check_file(file)
     with reading(file):
         return json.loads(file.read_text(encoding="utf-8"))
 
@@ -238,9 +239,9 @@ def _text(facts: Facts) -> dict[str, Any]:
         "has_weights": facts.has_weights,
         "summary": _summary(facts),
         "made": _made(facts),
-        "shards": {plain(file): plain(digest) for file, digest in provenance.shards.items()} if provenance else {},
+        "shards": _shards(provenance.shards) if provenance else "",
         "sources": "sublayers" if config.attn_res_mode == "full" else "blocks of layers",
-        "settings": settings,
+        "settings": table(("setting", "value"), settings.items()),
         "picture": draw_blocks(config),
         "lossless": _lossless(facts),
         "results": _results(facts),
@@ -311,6 +312,12 @@ def _trained(run: Training) -> str:
     )
 
 
+def _shards(hashes: dict[str, str]) -> str:
+    """List the source's files, where any are recorded."""
+    rows = [(plain(file), f"`{plain(digest)}`") for file, digest in hashes.items()]
+    return table(("file of the source", "SHA-256"), rows) if rows else ""
+
+
 def _lossless(facts: Facts) -> str:
     provenance = facts.provenance
     if provenance is None or not facts.has_weights:
@@ -333,16 +340,14 @@ def _lossless(facts: Facts) -> str:
 def _results(facts: Facts) -> str:
     if not facts.results:
         return "None of this model were measured."
-    lines = ["| benchmark | shots | metric | score | items |", "|---|---|---|---|---|"]
+    rows = []
     for score in facts.results:
         error = f" ± {score.stderr:.2f}" if score.stderr is not None else ""
-        title, metric = plain(score.title), plain(score.metric)
-        lines.append(f"| {title} | {score.shots} | {metric} | {score.value:.4g}{error} | {score.items} |")
-    lines += [
-        "",
-        "± is the standard error. Measured by `python -m eval run`; each answer is kept beside its `table.json`.",
-    ]
-    return "\n".join(lines)
+        figure = f"{score.value:.4g}{error}"
+        rows.append((plain(score.title), str(score.shots), plain(score.metric), figure, str(score.items)))
+    measured = table(("benchmark", "shots", "metric", "score", "items"), rows)
+    source = "± is the standard error. Measured by `python -m eval run`; each answer is kept beside its `table.json`."
+    return f"{measured}\n\n{source}"
 
 
 def _limits(facts: Facts) -> str:

@@ -1,6 +1,7 @@
 """Put foreign text (names of folders and files, what cards and results say) into Markdown or Python as text."""
 
 import re
+from collections.abc import Iterable, Sequence
 
 from common.errors import one_line
 
@@ -16,6 +17,19 @@ def code(text: str) -> str:
     fence = "`" * (1 + max(map(len, re.findall("`+", words)), default=0))
     space = " " if "`" in words else ""
     return f"{fence}{space}{words}{space}{fence}"
+
+
+def table(header: Sequence[str], rows: Iterable[Sequence[str]], rules: Sequence[str] | None = None) -> str:
+    """Return a table, whose cells are Markdown.
+
+    Args:
+        header: the columns' titles.
+        rows: the cells, row by row.
+        rules: what stands beneath each title, as `---:` for a column of numbers. Default: `---`.
+    """
+    lines = [f"| {' | '.join(cells)} |" for cells in (header, *rows)]
+    lines.insert(1, f"|{'|'.join(rules or ['---'] * len(header))}|")
+    return "\n".join(lines)
 
 
 def link(hub_id: str) -> str:

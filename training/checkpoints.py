@@ -61,45 +61,48 @@ def last_complete_checkpoint(output: Path) -> Path | None:
     return next((path for path in reversed(all_checkpoints(output)) if (path / COMPLETE).exists()), None)
 
 
-def checkpoint_to_resume(output: Path, resume: bool, run: dict, writes: bool) -> Path | None:
-    """Find where a run continues; `None`: it starts, and its recipe is written. Prints which in one line.
+def checkpoint_to_resume(output: Path, resume: bool, run: dict) -> Path | None:
+    """Find where a run continues; `None`: it starts. Writes nothing.
 
     Args:
         output: the folder of the run.
         resume: whether to continue if that is possible.
         run: what decides what it learns.
-        writes: whether this process, of several, is the one that writes. It removes what a kill left half done.
 
     Raises:
         TrainingError: there is a checkpoint and no `resume`, or one of another run.
     """
-    # Refuse what is not this run
     checkpoint, recipe, begun = last_complete_checkpoint(output), output / RECIPE, all_checkpoints(output)
     if begun and not recipe.exists():
         raise TrainingError(f"{output} holds {begun[0].name} of something else: no {RECIPE}. Choose another --output.")
-    if checkpoint is not None and not resume:
+    if checkpoint is None:
+        return None
+    if not resume:
         raise TrainingError(f"{output} holds checkpoints. Continue with --resume, or choose another --output.")
-    if checkpoint is not None:
-        read_json(checkpoint / TRAINER_STATE_NAME)  # which Trainer takes to be whole
-        before = read_json(recipe)
-        for field, value in run.items():
-            if before.get(field) != value:
-                raise TrainingError(
-                    f"--resume: {field} is {value!r}, expected {before.get(field)!r} as {recipe} has it. Give that, or "
-                    "start anew in another --output."
-                )
-    if not writes:
-        return checkpoint
+    read_json(checkpoint / TRAINER_STATE_NAME)  # which Trainer takes to be whole
+    before = read_json(recipe)
+    for field, value in run.items():
+        if before.get(field) != value:
+            raise TrainingError(
+                f"--resume: {field} is {value!r}, expected {before.get(field)!r} as {recipe} has it. Give that, or "
+                "start anew in another --output."
+            )
+    return checkpoint
 
-    # Tidy up, and say where the run begins
+
+def begin_run(output: Path, resume: bool, run: dict, checkpoint: Path | None) -> None:
+    """Remove what a kill left half done, write the recipe of a run that starts, and say where a run begins.
+
+    Of several processes the one that writes calls this, when nothing is left that could be refused.
+    """
+    begun = all_checkpoints(output)
     for leftover in begun:
         if not (leftover / COMPLETE).exists():
             shutil.rmtree(leftover)
     if checkpoint is not None:
         print(f"{output}: continuing from {checkpoint.name}")
-    else:
-        if begun or resume:
-            print(f"{output}: no checkpoint is complete, starting anew")
-        with whole_file(recipe) as file:
-            file.write_text(json.dumps(run, indent=1) + "\n")
-    return checkpoint
+        return
+    if begun or resume:
+        print(f"{output}: no checkpoint is complete, starting anew")
+    with whole_file(output / RECIPE) as file:
+        file.write_text(json.dumps(run, indent=1) + "\n")

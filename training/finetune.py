@@ -3,6 +3,7 @@
 import contextlib
 import json
 import math
+import os
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Literal
@@ -23,7 +24,7 @@ from transformers import (
 from common.errors import reading
 from common.files import complete_or_absent, hold_folder, whole_file
 
-from .checkpoints import RECIPE, checkpoint_to_resume, describe_run, writing
+from .checkpoints import RECIPE, begin_run, checkpoint_to_resume, describe_run, writing
 from .data import Collator, read_rows
 from .loading import TrainingError, load_attnres_config, load_tokenizer, load_weights
 from .monitor import DepthMonitor
@@ -193,6 +194,8 @@ def check_arguments(recipe: Recipe, arguments: Arguments) -> PreTrainedConfig:
             "fsdp_config['activation_checkpointing']: accelerate would wrap the depth parameters that PEFT trains, and "
             "PEFT could not save them. Use --activation_checkpointing True."
         )
+    if (launched := int(os.environ.get("WORLD_SIZE", 1))) > arguments.world_size == 1:
+        raise TrainingError(f"{launched} processes were launched, and each would train alone. On CPUs use --use-cpu.")
     if arguments.fsdp and arguments.device.type == "cpu":
         raise TrainingError("--fsdp: accelerate shards on accelerators only; on CPUs it would train with DDP unasked.")
     return config
@@ -235,7 +238,8 @@ def _finetune(recipe: Recipe, arguments: Arguments, config: PreTrainedConfig) ->
     rows, held_out_rows = read_rows(recipe.data, tokenizer, config.vocab_size, **how)
     settings = asdict(recipe) | {"data": [str(path) for path in recipe.data]}
     run = describe_run(settings | {"depth": has_depth(recipe, config)}, arguments)
-    checkpoint = checkpoint_to_resume(output, arguments.resume_from_checkpoint, run, arguments.should_save)
+    resume = arguments.resume_from_checkpoint
+    checkpoint = checkpoint_to_resume(output, resume, run)
 
     # The model
     set_seed(arguments.seed)
@@ -244,6 +248,8 @@ def _finetune(recipe: Recipe, arguments: Arguments, config: PreTrainedConfig) ->
 
     # The trainer
     trainer = make_trainer(recipe, arguments, model, tokenizer, rows, held_out_rows)
+    if arguments.should_save:
+        begin_run(output, resume, run, checkpoint)
 
     # The result
     with telling_how_to_continue(trainer):

@@ -3,6 +3,7 @@
 import csv
 import json
 import os
+import re
 import resource
 from contextlib import nullcontext
 
@@ -225,7 +226,20 @@ def test_a_hub_out_of_reach_is_waited_for_once(manager, tmp_path, monkeypatch, f
     assert len(asked) == asked_for
     lines = str(raised.value).splitlines()
     assert len(lines) == asked_for
-    assert lines[0].startswith("attnres_cmath: Couldn't reach 'weitianwen/cmath' on the Hub. To evaluate without")
+    assert lines[0].startswith("attnres_cmath: Couldn't reach 'weitianwen/cmath' on the Hub.")
+    assert "`python -m eval fetch`, run where there is a network" in lines[-1]
+
+
+def test_tasks_of_one_data_set_are_missed_in_one_line(manager, tmp_path, monkeypatch):
+    def refuse(path, *args, **kwargs):
+        raise ConnectionError(f"Couldn't reach '{path}' on the Hub")
+
+    monkeypatch.setattr(datasets, "load_dataset", refuse)
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+    with data.fetching(tmp_path), pytest.raises(DataError) as raised:
+        build(manager, ["attnres_mgsm"], [])
+    assert re.match(r"mgsm_native_cot_\w+ and 10 more: Couldn't reach 'juletxara/mgsm' on the Hub\.", str(raised.value))
+    assert len(str(raised.value).splitlines()) == 1
 
 
 def test_loading_is_put_back(tmp_path):

@@ -13,12 +13,15 @@ from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
+import torch
 from lm_eval.models.huggingface import HFLM
 from peft import LoraConfig, get_peft_model
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 from typer.testing import CliRunner
 
 import eval.run
+from common.errors import UserError
 from conversion.port import Blocks, port_checkpoint
 from eval.__main__ import app
 from eval.benchmarks import TASKS, EvalError
@@ -262,6 +265,29 @@ def test_an_adapter_is_one_more_column(save_model, tmp_path, monkeypatch):
     benchmarks, outcomes = run_benchmarks(subjects, NAMES[2:], SHORT, tmp_path / "out")
     (row,) = compare(benchmarks, outcomes)
     assert abs(row.difference.value) > 1e-3
+
+
+def test_an_adapter_of_another_model_is_refused_before_anything_runs(save_model, tmp_path, monkeypatch):
+    monkeypatch.setattr(eval.run, "_load", lambda *_: pytest.fail("a model was loaded"))
+    model = save_model()
+    adapt(model, tmp_path / "adapter")
+    file = tmp_path / "adapter" / "adapter_model.safetensors"
+    whole = load_file(file)
+    query = "base_model.model.model.attn_res.query"
+    wider = torch.zeros(whole[query].shape[0], whole[query].shape[1] + 1)
+    extra = "base_model.model.model.layers.99.mlp.up_proj.lora_A.weight"
+    for tensors, message in (
+        (whole | {query: wider}, rf"{query} has shape .*, but {model} implies"),
+        ({name: tensor for name, tensor in whole.items() if name != query}, f"{query} is missing, one of 1 "),
+        (whole | {extra: torch.zeros(1)}, f"{extra} has no place in"),
+    ):
+        save_file(tensors, file)
+        with pytest.raises(EvalError, match=f"^--adapter {tmp_path}/adapter: {message}"):
+            run_benchmarks(subjects_of([model], str(tmp_path / "adapter")), NAMES[2:], SHORT, tmp_path / "out")
+    file.write_bytes(b"none")
+    with pytest.raises(UserError, match=f"^--adapter {tmp_path}/adapter cannot be read: "):
+        run_benchmarks(subjects_of([model], str(tmp_path / "adapter")), NAMES[2:], SHORT, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
 
 
 @pytest.mark.parametrize("adapter", [False, True])

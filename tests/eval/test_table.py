@@ -146,6 +146,15 @@ def test_bits_per_byte_are_compared_by_text():
     assert row.alike is None
 
 
+def test_one_item_has_no_interval():
+    outcomes = [
+        outcome(name, {"quiz": results_of({"one": [value]}, value=value)}) for name, value in (("a", 1), ("b", 0))
+    ]
+    (row,) = compare([benchmark(tasks=("one",))], outcomes)
+    assert row.difference is None
+    assert [score.value for score in row.scores] == [100, 0]
+
+
 def test_equal_answers_say_so():
     outcomes = [outcome(name, {"quiz": results_of({"one": [1, 0], "two": [1]}, value=2 / 3)}) for name in ("a", "b")]
     rows = compare([benchmark()], outcomes)

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from markdown_it import MarkdownIt
 
 from common.errors import one_line
-from model_cards.markdown import code, plain, python_string
+from model_cards.markdown import code, plain, python_string, table
 
 
 texts = st.text(st.characters() | st.sampled_from("\\`*_[]()<>|~&#$!:@\"'.\n- ="))
@@ -52,3 +52,14 @@ def test_a_python_string_is_the_text(text):
     assert ast.literal_eval(literal) == text
     assert literal.isprintable()
     assert literal.startswith('"') or '"' in text
+
+
+@given(st.lists(st.tuples(texts, texts), max_size=3))
+def test_a_table_has_every_cell(rows):
+    markdown = table(("one", "two"), [[plain(cell) for cell in row] for row in rows], [":--", " --: "])
+    shown = ["".join(content for _, content in cell) for cell in parsed(markdown)]
+    assert shown == ["one", "two", *(one_line(cell) for row in rows for cell in row)]
+    rules = [
+        token.attrs for token in MarkdownIt("commonmark").enable("table").parse(markdown) if token.type == "th_open"
+    ]
+    assert rules == [{"style": "text-align:left"}, {"style": "text-align:right"}]

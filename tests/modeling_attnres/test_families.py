@@ -17,6 +17,7 @@ LAYOUTS = {
     "blocks": {"attn_res_block_size": 2},
     "uneven blocks": {"attn_res_block_boundaries": [0, 1]},
 }
+# The parts by name, told here once more: the tests do not ask the code that they test
 MIXERS = ("self_attn", "linear_attn", "mamba")
 MLPS = ("mlp", "feed_forward", "block_sparse_moe")
 POST_NORMS = {  # of families that normalise what a sublayer adds: after attention, after the MLP
@@ -28,6 +29,7 @@ FIRST_NORMS, SECOND_NORMS = (
     ("input_layernorm",),
     ("pre_feedforward_layernorm", "pre_ff_layernorm", "pre_mlp_layernorm", "post_attention_layernorm"),
 )
+FINAL_NORMS = ("norm", "final_layernorm")
 
 # Families whose cached decoding differs from the full pass in transformers itself
 BASE_DECODES_DIFFERENTLY = {"bamba"}
@@ -38,8 +40,10 @@ def model_type(request):
     return request.param
 
 
-def part(layer, names):
-    return next(module for name in names if (module := getattr(layer, name, None)) is not None)
+def part(module, names):
+    found = [part for name in names if (part := getattr(module, name, None)) is not None]
+    assert found, f"{type(module).__name__} has none of {', '.join(names)}: name its part at the top of this file."
+    return found[0]
 
 
 def key_norm_eps(config):
@@ -62,7 +66,7 @@ class FamilyRecorder(Recorder):
                 self.handles.append(adds.register_forward_hook(self.keep_scaled_output(site)))
                 self.handles.append(part(layer, norms).register_forward_pre_hook(self._keep_input(site)))
         self.handles.append(model.layers[0].register_forward_pre_hook(self.keep_first_input))
-        final = part(model, ("norm", "final_layernorm"))
+        final = part(model, FINAL_NORMS)
         self.handles.append(final.register_forward_pre_hook(self._keep_input(2 * len(model.layers))))
 
     def keep_first_input(self, module, args):

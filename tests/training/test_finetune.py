@@ -19,7 +19,8 @@ from tests.families import BY_NAME, FAMILIES, tokens
 from tests.oracle import relative_error
 from tests.training import conftest, tokenization_words
 from training.data import hold_out, read_documents
-from training.finetune import Recipe, finetune_model
+from training.finetune import Recipe, check_arguments, finetune_model
+from training.loading import TrainingError
 from training.options import Arguments
 
 from .conftest import refused, succeed, words
@@ -188,6 +189,12 @@ def test_what_cannot_work_is_refused_before_a_model_is_loaded(save_model, text_f
     short = tmp_path / "short.txt"
     short.write_text("w1")
     refused("1 rows to train on and 0 held out", data=short)
+    refused("1 rows to train on and 0 held out", data=short, output=tmp_path / "runs" / "out")
+    assert not (tmp_path / "out").exists()
+    assert not (tmp_path / "runs").exists()
+    (tmp_path / "mine").mkdir()
+    refused("1 rows to train on and 0 held out", data=short, output=tmp_path / "mine")
+    assert (tmp_path / "mine").is_dir()  # it was there before
     (tmp_path / "done/adapter").mkdir(parents=True)
     refused("this run is finished", output=tmp_path / "done")
     # Options of ours, and of Trainer
@@ -233,10 +240,18 @@ def test_a_run_that_diverges_saves_nothing(save_model, text_file, tmp_path):
     assert not (tmp_path / "out/result.json").exists()
 
 
+def test_processes_that_would_not_train_together_are_refused(save_model, text_file, tmp_path, monkeypatch):
+    arguments = Arguments(output_dir=str(tmp_path / "out"))
+    monkeypatch.setenv("WORLD_SIZE", "2")  # as torchrun sets it; on CPUs transformers uses one process unless told so
+    with pytest.raises(TrainingError, match=r"2 processes were launched, and each would train alone.*--use-cpu"):
+        check_arguments(Recipe(model=str(save_model()), data=[text_file]), arguments)
+
+
 def test_nothing_to_train_is_refused(save_model, text_file, tmp_path):
     args = (save_model(), text_file, tmp_path / "out")
     refused("leaves nothing to train", *command(*args, "--lora", "none", "--no-depth"))
     refused("has no experts", *command(*args, "--lora", "experts"))
+    assert not (tmp_path / "out").exists()
 
 
 def test_the_command_reports_errors_without_a_traceback(save_model, tmp_path):
