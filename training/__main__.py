@@ -12,6 +12,7 @@ from .adapter import merge_adapter
 from .diagnose import diagnose_model
 from .finetune import Recipe, finetune_model
 from .options import Arguments, OptionParser
+from .scaling import scale_modes
 
 
 app = command_line(__doc__)
@@ -83,6 +84,22 @@ def diagnose(
         tokens=tokens,
         trust_remote_code=trust_remote_code,
     )
+
+
+@app.command(epilog="Example: python -m training scaling training/paper_scaling.csv --output pictures --compute 5.6")
+def scaling(
+    runs: Annotated[
+        list[Path], typer.Argument(help="CSV or JSON files of runs, or folders with the result.json of finished runs.")
+    ],
+    output: Annotated[Path, typer.Option(help="The folder for scaling.json and the picture.")],
+    baseline: Annotated[str, typer.Option(help="The mode that others are compared with.")] = "none",
+    compute: Annotated[
+        float | None,
+        typer.Option(help="Where they are compared, in PFLOP/s-days. Default: the largest that all modes have."),
+    ] = None,
+) -> None:
+    """Fit loss against compute for each mode, and say what their difference is worth in compute."""
+    scale_modes(runs, output, baseline=baseline, compute=compute)
 
 
 if __name__ == "__main__":
