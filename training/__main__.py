@@ -13,6 +13,7 @@ from .diagnose import diagnose_model
 from .finetune import Recipe, finetune_model
 from .options import Arguments, OptionParser
 from .scaling import scale_modes
+from .sweep import read_sweep, run_sweep
 
 
 app = command_line(__doc__)
@@ -100,6 +101,15 @@ def scaling(
 ) -> None:
     """Fit loss against compute for each mode, and say what their difference is worth in compute."""
     scale_modes(runs, output, baseline=baseline, compute=compute)
+
+
+@app.command(epilog="Example: python -m training sweep training/sweeps/blocks.yaml --jobs 2")
+def sweep(
+    runs: Annotated[Path, typer.Argument(help="A YAML or JSON file with output, options and grid.")],
+    jobs: Annotated[int, typer.Option(min=1, help="The number of runs at a time, which share the cores.")] = 1,
+) -> None:
+    """Pre-train with every combination of options in a grid; run again, it goes on where it was stopped."""
+    run_sweep(read_sweep(runs), jobs)
 
 
 if __name__ == "__main__":
