@@ -1,4 +1,4 @@
-"""Fine-tune a model with Attention Residuals, merge what was learned, and see what its depth attention does."""
+"""Train a model from random weights, fine-tune one, merge what was learned, and see what depth attention does."""
 
 from argparse import SUPPRESS
 from pathlib import Path
@@ -12,6 +12,7 @@ from .adapter import merge_adapter
 from .diagnose import diagnose_model
 from .finetune import Recipe, finetune_model
 from .options import Arguments, OptionParser
+from .pretrain import Pretraining, pretrain_model
 from .scaling import scale_modes
 from .sweep import read_sweep, run_sweep
 
@@ -49,6 +50,30 @@ def finetune_options() -> OptionParser:
         help="Leave the depth parameters as they are.",
     )
     return parser
+
+
+@app.command(
+    context_settings={"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []},
+    add_help_option=False,
+)
+def pretrain(context: typer.Context) -> None:
+    """Train from random weights, with Attention Residuals or with standard residuals."""
+    recipe, arguments = pretrain_options().parse(context.args)
+    pretrain_model(recipe, arguments)
+
+
+def pretrain_options() -> OptionParser:
+    """Make the parser of what `pretrain` is given."""
+    return OptionParser(
+        Pretraining,
+        Arguments,
+        usage="python -m training pretrain [RECIPE.yaml] --config FOLDER --data FILE … --output FOLDER [--resume] […]",
+        description=f"{pretrain.__doc__} Options are written with - or _ between words. A YAML or JSON file of them "
+        "('depth_lr_factor: 2', one per line) may come first; the options after it override it.",
+        epilog="Example: python -m training pretrain --config demo/tiny --data LICENSE README.md --tokenizer train "
+        "--held-out 0.5 --output trained --mode full --set vocab_size=512 --length 64 --max-steps 20 "
+        "--learning-rate 1e-3 --lr-scheduler-type cosine",
+    )
 
 
 @app.command(epilog="Example: python -m training merge tuned/adapter merged")
