@@ -12,7 +12,7 @@ from .adapter import merge_adapter
 from .diagnose import diagnose_model
 from .finetune import Recipe, finetune_model
 from .options import Arguments, OptionParser
-from .pretrain import Pretraining, pretrain_model
+from .pretrain import Pretraining, prepare_run, pretrain_model
 from .scaling import scale_modes
 from .sweep import read_sweep, run_sweep
 
@@ -134,7 +134,7 @@ def sweep(
     jobs: Annotated[int, typer.Option(min=1, help="The number of runs at a time, which share the cores.")] = 1,
 ) -> None:
     """Pre-train with every combination of options in a grid; run again, it goes on where it was stopped."""
-    run_sweep(read_sweep(runs), jobs)
+    run_sweep(read_sweep(runs), jobs, prepare=lambda options: prepare_run(*pretrain_options().parse(options)))
 
 
 if __name__ == "__main__":

@@ -25,6 +25,7 @@ from .corpus import Corpus, prepare_corpus
 from .loading import TrainingError, load_tokenizer, make_config
 from .monitor import DepthMonitor, ExpertMonitor, Monitor, experts_of
 from .options import Arguments, check_devices, check_trainer_options
+from .scaling import describe_run as describe_for_scaling
 from .trainer import DepthTrainer, save_results, telling_how_to_continue, train_and_evaluate
 
 
@@ -192,6 +193,7 @@ def _pretrain(recipe: Pretraining, arguments: Arguments, config: PreTrainedConfi
             "held_out_loss": losses,
             "steps": trainer.state.global_step,
             "parameters": model.num_parameters(),
+            "run": describe_for_scaling(model, recipe.length, count_tokens(trainer), arguments.seed, losses["after"]),
             "rows": {"training": len(rows), "held_out": len(held_out_rows)},
             "recipe": settings,
             "log": trainer.state.log_history,
@@ -202,6 +204,24 @@ def _pretrain(recipe: Pretraining, arguments: Arguments, config: PreTrainedConfi
         before, after, steps = losses["before"], losses["after"], result["steps"]
         print(f"held-out loss: {before:.4f} before, {after:.4f} after {steps} steps; {output / MODEL}")
     return result
+
+
+def prepare_run(recipe: Pretraining, arguments: Arguments) -> None:
+    """Refuse what cannot work before a run starts, and tokenise the data if other runs share it.
+
+    Raises:
+        UserError: as `pretrain_model`.
+    """
+    config = check_arguments(recipe, arguments)
+    if recipe.shards is not None:
+        corpus = open_corpus(recipe, Path(arguments.output_dir), config)
+        for part in ("training", "held_out"):
+            corpus.rows(part, recipe.length)
+
+
+def count_tokens(trainer: DepthTrainer) -> int:
+    """Count the tokens of all batches, every one as if it were full."""
+    return trainer.state.global_step * trainer.get_total_train_batch_size(trainer.args) * trainer.train_dataset.length
 
 
 def open_corpus(recipe: Pretraining, output: Path, config: PreTrainedConfig) -> Corpus:

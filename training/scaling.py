@@ -16,10 +16,12 @@ from rich.console import Console
 from rich.table import Table
 from scipy.optimize import minimize_scalar, nnls
 from tqdm import tqdm
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from common.errors import reading
 from common.files import check_file, complete_or_absent, files_below
 from conversion.checkpoint import read_json
+from modeling_attnres import is_depth_parameter
 
 from .loading import TrainingError
 from .pictures import draw_scaling
@@ -124,6 +126,36 @@ def scale_modes(paths: list[Path], output: Path, *, baseline: str = "none", comp
     return scaling
 
 
+def count_active_parameters(model: PreTrainedModel) -> int:
+    """Count the parameters a token meets, without embeddings and depth parameters, so that all modes have as many."""
+    ends = {id(end.weight) for end in (model.get_input_embeddings(), model.get_output_embeddings()) if end is not None}
+    active = 0.0
+    for name, parameter in model.named_parameters():
+        if id(parameter) not in ends and not is_depth_parameter(name):
+            share = model.config.num_experts_per_tok / parameter.shape[0] if ".experts." in name else 1
+            active += parameter.numel() * share
+    return round(active)
+
+
+def count_flops_per_token(config: PreTrainedConfig, parameters: int, length: int) -> int:
+    """Count the operations that training on a token takes: 6 a parameter, and those of full attention.
+
+    Those are 12 · length · width of all heads in each layer: two products, each forward and twice backward, over all
+    positions. What linear and depth attention take is left out, as it grows with neither length nor parameters.
+    """
+    types = getattr(config, "layer_types", None) or ["full_attention"] * config.num_hidden_layers
+    heads = config.num_attention_heads
+    of_head = getattr(config, "v_head_dim", None) or getattr(config, "head_dim", None) or config.hidden_size // heads
+    return 6 * parameters + 12 * length * heads * of_head * types.count("full_attention")
+
+
+def describe_run(model: PreTrainedModel, length: int, tokens: int, seed: int, loss: float) -> dict:
+    """Describe a run as `read_run` reads it."""
+    parameters = count_active_parameters(model)
+    flops = count_flops_per_token(model.config, parameters, length)
+    return asdict(Run(model.config.attn_res_mode, seed, parameters, tokens, loss, flops))
+
+
 def read_runs(paths: list[Path]) -> list[Run]:
     """Read runs from CSV and JSON files, and from folders in which runs left their `result.json`.
 
@@ -150,7 +182,7 @@ def read_records(path: Path) -> Iterator[tuple[object, str]]:
         if not files:
             raise TrainingError(f"{path}: no {RESULT} in it or below; expected those of finished runs.")
         for file in files:
-            yield read_json(file), str(file)
+            yield read_json(file).get("run"), f"{file}, run"
     elif path.suffix.lower() == ".csv":
         check_file(path)
         with reading(path), open(path, encoding="utf-8", newline="") as file:

@@ -9,19 +9,19 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 from tqdm import tqdm
 
-from common.errors import AnswerIsNo, one_line
+from common.errors import AnswerIsNo, UserError, one_line
 from common.files import hold_folder, whole_file
 from conversion.checkpoint import read_json
 
 from .loading import TrainingError
 from .options import as_command, read_options, underscored
-from .scaling import RESULT
+from .pretrain import MODEL
 
 
 PRETRAIN = (sys.executable, "-m", "training", "pretrain")
@@ -45,9 +45,12 @@ class Sweep:
         return self.output / f"{name}.log"
 
     def is_finished(self, name: str) -> bool:
-        """Say whether a run has its result, and nothing that a kill left half written beside it."""
-        folder = self.output / name
-        return (folder / RESULT).exists() and not any(folder.glob(".*.incomplete"))
+        """Say whether a run has written its model, the last of all."""
+        return (self.output / name / MODEL).exists()
+
+    def command_line(self, name: str) -> list[str]:
+        """Return a run's options as `pretrain` takes them; with --resume it starts anew where there is nothing."""
+        return [*as_command(self.runs[name]), f"--output={self.output / name}", "--resume"]
 
 
 def read_sweep(path: Path) -> Sweep:
@@ -104,18 +107,32 @@ def expand_grid(options: dict[str, object], grid: dict[str, list | dict[str, dic
     return runs
 
 
-def run_sweep(sweep: Sweep, jobs: int = 1, command: tuple[str, ...] = PRETRAIN) -> None:
+def run_sweep(
+    sweep: Sweep, jobs: int, prepare: Callable[[list[str]], object], command: tuple[str, ...] = PRETRAIN
+) -> None:
     """Run what is not finished, `jobs` at a time, each with its share of the cores.
 
     Killed at any moment, it goes on when it is run again: finished runs are skipped, others resumed.
 
+    Args:
+        sweep: the runs.
+        jobs: how many at a time.
+        prepare: called with the options of each run that is not finished, before any starts, to refuse them.
+        command: what makes a run.
+
     Raises:
-        UserError: another sweep works in the folder, or a run there was begun with other options.
+        UserError: another sweep works in the folder, a run was begun with other options, or has wrong ones.
         AnswerIsNo: some runs failed, and the others are finished.
     """
     with hold_folder(sweep.output, "another sweep works there."), ending_on_terminate():
         for name, options in sweep.runs.items():
-            record_options(sweep.output / f"{name}.json", options)
+            check_options(sweep.output / f"{name}.json", options)
+        for name in sweep.runs:
+            if not sweep.is_finished(name):
+                try:
+                    prepare(sweep.command_line(name))
+                except UserError as error:
+                    raise TrainingError(f"run {name}: {error}") from error
         failed = run_all(sweep, jobs, command)
     if failed:
         name, status = next(iter(failed.items()))
@@ -159,27 +176,25 @@ def start_run(sweep: Sweep, name: str, jobs: int, command: tuple[str, ...]) -> s
     Its log is locked. The run has the lock with its output, and so for as long as it lives, whatever becomes of us.
     """
     threads = {"OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // jobs))}
-    options = [*as_command(sweep.runs[name]), f"--output={sweep.output / name}", "--resume"]  # or anew
     with open(sweep.log(name), "ab") as log:
         try:
             fcntl.flock(log, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             return None
+        with whole_file(sweep.output / f"{name}.json") as file:
+            file.write_text(json.dumps(sweep.runs[name], indent=1, default=str) + "\n")
         streams = {"stdin": subprocess.DEVNULL, "stdout": log, "stderr": subprocess.STDOUT}
-        return subprocess.Popen([*command, *options], env=threads | os.environ, **streams)
+        return subprocess.Popen([*command, *sweep.command_line(name)], env=threads | os.environ, **streams)
 
 
-def record_options(path: Path, options: dict[str, object]) -> None:
-    """Write the options of a run that begins, and refuse others where it has begun.
+def check_options(path: Path, options: dict[str, object]) -> None:
+    """Refuse other options than a run was begun with, which are in a file.
 
     Raises:
         TrainingError: names the options.
     """
     options = json.loads(json.dumps(options, default=str))
-    if not path.exists():
-        with whole_file(path) as file:
-            file.write_text(json.dumps(options, indent=1) + "\n")
-    before = read_json(path)
+    before = read_json(path) if path.exists() else options
     differing = sorted(name for name in options.keys() | before.keys() if options.get(name) != before.get(name))
     if differing:
         raise TrainingError(f"{path}: this run was begun with another {', '.join(differing)}. Choose another output.")

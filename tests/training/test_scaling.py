@@ -7,10 +7,23 @@ import math
 import numpy as np
 import pytest
 from scipy.optimize import curve_fit
+from torch.utils.flop_counter import FlopCounterMode
 
 from tests.conftest import ROOT
+from tests import families
 from tests.training.conftest import refused, succeed
-from training.scaling import Law, Run, compare_modes, fit_law_with_floor, fit_power_law, read_runs
+from training.scaling import (
+    Law,
+    Run,
+    compare_modes,
+    count_active_parameters,
+    count_flops_per_token,
+    describe_run,
+    fit_law_with_floor,
+    fit_power_law,
+    read_run,
+    read_runs,
+)
 
 
 PAPER = ROOT / "training" / "paper_scaling.csv"
@@ -138,12 +151,49 @@ def test_6_flops_a_parameter_alone_do_not_give_the_papers_fits():
         assert found["exponent"]["value"] < law.exponent - 0.001
 
 
+def paper_config(parameters: float) -> dict:
+    """The ready config of one of the paper's sizes."""
+    return json.loads((ROOT / f"configuration/scaling-law-{parameters / 1e6:.0f}M/config.json").read_text())
+
+
+HEAD, KEY, LENGTH, CHUNK = 128, 192, 8192, 64  # width of values and of keys; tokens; tokens of a chunk of KDA
+FULL_LAYERS = {
+    "a quarter": lambda config: config["num_hidden_layers"] / 4,
+    "rounded down": lambda config: config["num_hidden_layers"] // 4,
+    "rounded up": lambda config: -(-config["num_hidden_layers"] // 4),
+    "the ready config's": lambda config: config["layer_types"].count("full_attention"),
+}
+ATTENTION = {"whole": 12 * HEAD, "causal": 6 * HEAD, "MLA": 6 * (KEY + HEAD), "causal MLA": 3 * (KEY + HEAD)}
+KDA = 3 * (6 * HEAD**2 + 3 * CHUNK * HEAD + CHUNK**2)  # a head and token, chunk by chunk
+
+
+@pytest.mark.parametrize("layers", FULL_LAYERS.values(), ids=FULL_LAYERS.keys())
+@pytest.mark.parametrize("attention", ATTENTION.values(), ids=ATTENTION.keys())
+@pytest.mark.parametrize("linear", [0, KDA], ids=["", "KDA"])
+@pytest.mark.parametrize("output", [False, True], ids=["", "head"])
+def test_no_count_of_compute_gives_all_of_the_papers_digits(layers, attention, linear, output):
+    runs = []
+    for run in read_runs([PAPER]):
+        config = paper_config(run.parameters)
+        full, heads = layers(config), config["num_attention_heads"]
+        flops = 6 * run.parameters + heads * (attention * LENGTH * full + linear * (config["num_hidden_layers"] - full))
+        flops += 6 * config["hidden_size"] * config["vocab_size"] * output
+        runs.append(Run(run.mode, 0, run.parameters, run.tokens, run.loss, flops))
+    agreeing = 0
+    for mode, of_mode in compare_modes(runs, laws=(LINE,))["modes"].items():
+        if mode in PRINTED:
+            law = of_mode["laws"][LINE]
+            agreeing += round(law["amplitude"]["value"], 3) == PRINTED[mode].amplitude
+            agreeing += round(law["exponent"]["value"], 3) == PRINTED[mode].exponent
+    assert agreeing <= 4  # of 6
+
+
 def test_the_papers_rows_count_attention_in_one_layer_of_four():
     rows = [row for row in csv.DictReader(PAPER.read_text().splitlines()) if row["mode"] == "none"]
     assert len(rows) == 5
     for row in rows:
         active = float(row["parameters"])
-        config = json.loads((ROOT / f"configuration/scaling-law-{active / 1e6:.0f}M/config.json").read_text())
+        config = paper_config(active)
         width = config["num_attention_heads"] * config["v_head_dim"]
         attention = 12 * width * config["model_max_length"] * config["num_hidden_layers"] / 4
         assert float(row["flops_per_token"]) == 6 * active + attention
@@ -162,7 +212,7 @@ def test_files_and_folders_give_the_same(tmp_path):
     for number, run in enumerate(runs):
         folder = tmp_path / "runs" / str(number)
         folder.mkdir(parents=True)
-        (folder / "result.json").write_text(json.dumps(vars(run) | {"log": []}))
+        (folder / "result.json").write_text(json.dumps({"run": vars(run), "log": []}))
     found = [sorted(read_runs([tmp_path / name]), key=str) for name in ("runs.json", "runs.csv", "runs")]
     assert found[0] == found[1] == found[2] == sorted(runs, key=str)
 
@@ -232,3 +282,49 @@ def test_what_cannot_be_fitted_is_refused(tmp_path):
 def test_a_floor_needs_four_sizes():
     runs = [run for run in make_runs({"none": Law(2.0, 0.1)}) if run.parameters < 8e6]
     assert list(compare_modes(runs)["modes"]["none"]["laws"]) == [LINE]
+
+
+# What pretrain leaves
+
+
+def test_active_parameters_of_experts():
+    model = families.BY_NAME["Mixtral"].causal_lm()
+    aside, share = ("embed_tokens", "lm_head", "attn_res"), model.config.num_experts_per_tok / model.config.num_experts
+    tensors = {name: tensor for name, tensor in model.state_dict().items() if not any(end in name for end in aside)}
+    experts = sum(tensor.numel() for name, tensor in tensors.items() if ".experts." in name)
+    assert experts > 0
+    everything = sum(tensor.numel() for tensor in tensors.values())
+    assert count_active_parameters(model) == round(everything - experts + experts * share)
+
+
+def test_flops_are_those_that_torch_counts():
+    """The products of a training step: 6 a parameter of a matrix and token, and attention's, over all positions."""
+    model = families.BY_NAME["Llama"].causal_lm(attn_res_mode="none")
+    model.set_attn_implementation("eager")
+    parameters = count_active_parameters(model)
+    not_matrices = sum(parameter.numel() for name, parameter in model.named_parameters() if "norm" in name)
+    for length in (4, 16):
+        ids = families.tokens(batch=2, length=length)
+        with FlopCounterMode(display=False) as counter:
+            model(ids, labels=ids).loss.backward()
+        counted = counter.get_total_flops() / ids.numel()
+        head = 6 * model.lm_head.weight.numel()
+        assert counted == count_flops_per_token(model.config, parameters - not_matrices, length) + head
+
+
+def test_linear_attention_is_not_counted():
+    config = families.BY_NAME["KimiLinear"].causal_lm().config
+    full = config.layer_types.count("full_attention")
+    assert 0 < full < config.num_hidden_layers
+    expected = 600 + 12 * 8 * config.num_attention_heads * config.v_head_dim * full
+    assert count_flops_per_token(config, 100, 8) == expected
+
+
+def test_modes_take_the_same_compute():
+    described = [
+        describe_run(families.BY_NAME["Llama"].causal_lm(attn_res_mode=mode), length=8, tokens=100, seed=1, loss=2.0)
+        for mode in ("none", "block", "full")
+    ]
+    assert [one.pop("mode") for one in described] == ["none", "block", "full"]
+    assert described[0] == described[1] == described[2]
+    assert read_run(described[0] | {"mode": "none"}, "here").loss == 2.0
