@@ -9,8 +9,8 @@ import pytest
 from scipy.optimize import curve_fit
 from torch.utils.flop_counter import FlopCounterMode
 
-from tests.conftest import ROOT
 from tests import families
+from tests.conftest import ROOT
 from tests.training.conftest import refused, succeed
 from training.scaling import (
     Law,

@@ -1,10 +1,11 @@
 """Sweeps: what is run, what is passed over, what a kill leaves. A command of a few lines stands in for pretrain."""
 
 import json
+import multiprocessing
 import os
 import signal
-import subprocess
 import sys
+import threading
 import time
 
 import pytest
@@ -103,6 +104,18 @@ def test_a_run_that_fails_is_named_when_the_others_are_done(make_sweep):
     assert len(starts(sweep.output / "seed-13")) == 2
 
 
+def test_a_wrong_run_is_refused_before_anything_starts(make_sweep):
+    sweep = make_sweep(0, 1)
+
+    def prepare(line):
+        if "--seed=1" in line:
+            raise UserError("not this one")
+
+    with pytest.raises(TrainingError, match="run seed-1: not this one"):
+        run_sweep(sweep, 1, prepare, COMMAND)
+    assert [path.name for path in sweep.output.iterdir()] == ["go"]
+
+
 def test_other_options_are_refused_before_anything_starts(make_sweep):
     run_sweep(make_sweep(0, length=4), 1, list, COMMAND)
     sweep = make_sweep(1, 0, length=8)
@@ -111,30 +124,19 @@ def test_other_options_are_refused_before_anything_starts(make_sweep):
     assert not (sweep.output / "seed-1").exists()
 
 
-SWEEP_PROCESS = """
-import sys
-from pathlib import Path
-from training.sweep import Sweep, expand_grid, run_sweep
-run_sweep(Sweep(Path(sys.argv[1]), expand_grid({}, {"seed": [0, 1]})), 1, list, (sys.executable, "-c", sys.argv[2]))
-"""
-
-
 @pytest.fixture
 def sweep_process(make_sweep):
     """A sweep in a process of its own, whose first run is at work."""
     sweep = make_sweep(0, 1, waiting=True)
-    process = subprocess.Popen(
-        [sys.executable, "-c", SWEEP_PROCESS, str(sweep.output), FAKE],
-        env=os.environ | {"PYTHONPATH": str(ROOT)},
-        stderr=subprocess.DEVNULL,
-    )
+    process = multiprocessing.get_context("fork").Process(target=run_sweep, args=(sweep, 1, list, COMMAND))
+    process.start()
     try:
         wait_until(lambda: starts(sweep.output / "seed-0"))
         yield sweep, process
     finally:
         (sweep.output / "go").touch()
         process.kill()
-        process.wait()
+        process.join()
 
 
 def is_alive(pid: int) -> bool:
@@ -146,13 +148,13 @@ def is_alive(pid: int) -> bool:
         return False
 
 
-@pytest.mark.slow
 def test_terminated_it_ends_its_runs_and_goes_on(sweep_process):
     sweep, process = sweep_process
     with pytest.raises(UserError, match="another sweep works there"):
         run_sweep(sweep, 1, list, COMMAND)
     process.terminate()
-    assert process.wait(timeout=20) == 128 + signal.SIGTERM
+    process.join()
+    assert process.exitcode == 128 + signal.SIGTERM
     (first,) = starts(sweep.output / "seed-0")
     assert not is_alive(first["pid"])
     assert not starts(sweep.output / "seed-1")
@@ -161,14 +163,13 @@ def test_terminated_it_ends_its_runs_and_goes_on(sweep_process):
     assert [len(starts(sweep.output / f"seed-{seed}")) for seed in (0, 1)] == [2, 1]
 
 
-@pytest.mark.slow
 def test_killed_its_run_goes_on_and_is_waited_for(sweep_process):
     sweep, process = sweep_process
     process.kill()
-    process.wait()
+    process.join()
     (first,) = starts(sweep.output / "seed-0")
     assert is_alive(first["pid"])
-    (sweep.output / "go").touch()
+    threading.Timer(0.5, (sweep.output / "go").touch).start()
     run_sweep(sweep, 1, list, COMMAND)
     assert [len(starts(sweep.output / f"seed-{seed}")) for seed in (0, 1)] == [1, 1]
 
