@@ -1,4 +1,4 @@
-"""Fine-tune a model with Attention Residuals, merge what was learned, and see what its depth attention does."""
+"""Train a model from random weights, fine-tune one, merge what was learned, and see what depth attention does."""
 
 from argparse import SUPPRESS
 from pathlib import Path
@@ -12,6 +12,9 @@ from .adapter import merge_adapter
 from .diagnose import diagnose_model
 from .finetune import Recipe, finetune_model
 from .options import Arguments, OptionParser
+from .pretrain import Pretraining, prepare_run, pretrain_model
+from .scaling import scale_modes
+from .sweep import read_sweep, run_sweep
 
 
 app = command_line(__doc__)
@@ -47,6 +50,30 @@ def finetune_options() -> OptionParser:
         help="Leave the depth parameters as they are.",
     )
     return parser
+
+
+@app.command(
+    context_settings={"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []},
+    add_help_option=False,
+)
+def pretrain(context: typer.Context) -> None:
+    """Train from random weights, with Attention Residuals or with standard residuals."""
+    recipe, arguments = pretrain_options().parse(context.args)
+    pretrain_model(recipe, arguments)
+
+
+def pretrain_options() -> OptionParser:
+    """Make the parser of what `pretrain` is given."""
+    return OptionParser(
+        Pretraining,
+        Arguments,
+        usage="python -m training pretrain [RECIPE.yaml] --config FOLDER --data FILE … --output FOLDER [--resume] […]",
+        description=f"{pretrain.__doc__} Options are written with - or _ between words. A YAML or JSON file of them "
+        "('depth_lr_factor: 2', one per line) may come first; the options after it override it.",
+        epilog="Example: python -m training pretrain --config demo/tiny --data LICENSE README.md --tokenizer train "
+        "--held-out 0.5 --output trained --mode full --set vocab_size=512 --length 64 --max-steps 20 "
+        "--learning-rate 1e-3 --lr-scheduler-type cosine",
+    )
 
 
 @app.command(epilog="Example: python -m training merge tuned/adapter merged")
@@ -87,6 +114,31 @@ def diagnose(
         ablate=ablate,
         trust_remote_code=trust_remote_code,
     )
+
+
+@app.command(epilog="Example: python -m training scaling training/paper_scaling.csv --output pictures --compute 5.6")
+def scaling(
+    runs: Annotated[
+        list[Path], typer.Argument(help="CSV or JSON files of runs, or folders with the result.json of finished runs.")
+    ],
+    output: Annotated[Path, typer.Option(help="The folder for scaling.json and the picture.")],
+    baseline: Annotated[str, typer.Option(help="The mode that others are compared with.")] = "none",
+    compute: Annotated[
+        float | None,
+        typer.Option(help="Where they are compared, in PFLOP/s-days. Default: the largest that all modes have."),
+    ] = None,
+) -> None:
+    """Fit loss against compute for each mode, and say what their difference is worth in compute."""
+    scale_modes(runs, output, baseline=baseline, compute=compute)
+
+
+@app.command(epilog="Example: python -m training sweep training/sweeps/blocks.yaml --jobs 2")
+def sweep(
+    runs: Annotated[Path, typer.Argument(help="A YAML or JSON file with output, options and grid.")],
+    jobs: Annotated[int, typer.Option(min=1, help="The number of runs at a time, which share the cores.")] = 1,
+) -> None:
+    """Pre-train with every combination of options in a grid; run again, it goes on where it was stopped."""
+    run_sweep(read_sweep(runs), jobs, prepare=lambda options: prepare_run(*pretrain_options().parse(options)))
 
 
 if __name__ == "__main__":

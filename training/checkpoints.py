@@ -38,16 +38,15 @@ def writing(path: Path) -> Iterator[None]:
 
 
 def describe_run(recipe: dict, arguments: TrainingArguments) -> dict:
-    """Gather all that decides what a run learns, as JSON has it; data by the hashes of their files."""
-    folder = Path(recipe["model"])
-    model = str(folder.resolve()) if folder.exists() else recipe["model"]
-    hashes = []
-    for path in recipe["data"]:
-        with open(path, "rb") as file:
-            hashes.append(hashlib.file_digest(file, "sha256").hexdigest())
-    run = recipe | {"model": model, "data": hashes}
-    run |= {name: getattr(arguments, name) for name in MATTER}
+    """Gather all that decides what a run learns, as JSON has it."""
+    run = recipe | {name: getattr(arguments, name) for name in MATTER}
     return json.loads(json.dumps(run, default=str))
+
+
+def hash_file(path: str | Path) -> str:
+    """Compute the SHA-256 of a file."""
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def all_checkpoints(output: Path) -> list[Path]:

@@ -63,7 +63,8 @@ def read_documents(paths: Iterable[Path], tokenizer, vocab_size: int | None = No
     for path in paths:
         content, where = read_text(path)
         if path.suffix.lower() == ".jsonl":
-            examples += [(where, _example(row, where, tokenizer)) for where, row in _lines(path, content)]
+            lines = content.split("\n")
+            examples += [(where, _example(row, where, tokenizer)) for where, row in json_lines(path, lines)]
         else:
             examples.append((where, content))
     # Tokenised in batches, which fast tokenizers do in parallel
@@ -74,7 +75,7 @@ def read_documents(paths: Iterable[Path], tokenizer, vocab_size: int | None = No
             # Each run of examples of one kind
             for kind, group in groupby((example for _, example in batch), key=type):
                 if kind is str:
-                    documents += _texts(list(group), tokenizer)
+                    documents += tokenise_texts(list(group), tokenizer)
                 else:
                     documents += _conversations(list(group), tokenizer)
             bar.update(len(batch))
@@ -88,8 +89,13 @@ def read_documents(paths: Iterable[Path], tokenizer, vocab_size: int | None = No
     return documents
 
 
-def _lines(path: Path, content: str) -> Iterator[tuple[str, dict]]:
-    for number, line in enumerate(content.split("\n"), start=1):
+def json_lines(path: Path, lines: Iterable[str]) -> Iterator[tuple[str, dict]]:
+    """Parse the lines of a file, one object each; yields where each stands, and the object.
+
+    Raises:
+        DataError: a line is no JSON, or no object.
+    """
+    for number, line in enumerate(lines, start=1):
         if not line.strip():
             continue
         where = f"{path}, line {number}"
@@ -125,9 +131,18 @@ def _example(row: dict, where: str, tokenizer) -> str | Conversation:
         raise DataError(f"{where}: the field {unknown[0]!r} is unknown; expected {expected}, and no others.")
     if "messages" in row:
         return _conversation(row["messages"], row.get("tools"), where, tokenizer)
+    return text_of(row, where, "a text in 'text', or 'messages'")
+
+
+def text_of(row: dict, where: str, expected: str = "a text in 'text'") -> str:
+    """Return the text of a row.
+
+    Raises:
+        DataError: there is none.
+    """
     text = row.get("text")
     if not isinstance(text, str) or not text.strip():
-        raise DataError(f"{where}: expected a text in 'text', or 'messages'; found {text!r:.300}.")
+        raise DataError(f"{where}: expected {expected}; found {text!r:.300}.")
     return text
 
 
@@ -211,7 +226,8 @@ def _parts(messages: tuple[dict, ...], tools: list | None) -> Iterator[tuple]:
         yield f"the role {role!r}", [message for message in messages if message["role"] != role], tools
 
 
-def _texts(texts: list[str], tokenizer) -> list[Document]:
+def tokenise_texts(texts: list[str], tokenizer) -> list[Document]:
+    """Tokenise texts, each ended by the tokenizer's end token, if it has one."""
     end = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
     encoded = tokenizer(texts, add_special_tokens=True, verbose=False)["input_ids"]
     ended = [ids if ids[-1:] == end else [*ids, *end] for ids in encoded]

@@ -1,9 +1,7 @@
 """Fine-tuning: PEFT on top of transformers' Trainer, the depth queries trained in full beside LoRA."""
 
 import contextlib
-import json
 import math
-import os
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Literal
@@ -17,23 +15,21 @@ from transformers import (
     PreTrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
-    Trainer,
     set_seed,
 )
 
 from common.errors import reading
-from common.files import complete_or_absent, hold_folder, whole_file
+from common.files import hold_folder
 
-from .checkpoints import RECIPE, begin_run, checkpoint_to_resume, describe_run, writing
+from .checkpoints import begin_run, checkpoint_to_resume, describe_run, hash_file
 from .data import Collator, read_rows
 from .loading import TrainingError, load_attnres_config, load_tokenizer, load_weights
 from .monitor import DepthMonitor
-from .options import Arguments
-from .trainer import DepthTrainer, telling_how_to_continue, train_and_evaluate
+from .options import Arguments, check_devices, check_trainer_options
+from .trainer import DepthTrainer, save_results, telling_how_to_continue, train_and_evaluate
 
 
 ADAPTER = "adapter"  # the folder that is there when a run is finished
-COUNTS = ("per_device_train_batch_size", "per_device_eval_batch_size", "gradient_accumulation_steps")
 MIXERS = ("self_attn", "linear_attn", "mamba")  # what attention, or what stands in its place, is called in a layer
 PROBE = 128  # tokens of the first held-out row that the monitor reads depth weights of
 
@@ -173,16 +169,10 @@ def check_arguments(recipe: Recipe, arguments: Arguments) -> PreTrainedConfig:
     for name, value in (
         ("--rank", recipe.rank),
         ("--alpha", recipe.alpha),
-        *((f"--{name}", getattr(arguments, name)) for name in COUNTS),
     ):
         if value < 1:
             raise TrainingError(f"{name} must be at least 1, got {value}.")
-    # Options of Trainer that are checked late, or that it would fail on
-    if arguments.metric_for_best_model not in (None, "loss", "eval_loss"):
-        raise TrainingError(f"--metric_for_best_model {arguments.metric_for_best_model}: only 'loss' is measured.")
-    with reading("an option of the optimiser"):  # as it checks them itself
-        optimiser, settings = Trainer.get_optimizer_cls_and_kwargs(arguments)
-        optimiser([nn.Parameter(torch.zeros(1))], **settings)
+    check_trainer_options(arguments)
     # What this model cannot be trained with
     if recipe.packed and "linear_attention" in getattr(config, "layer_types", []):
         raise TrainingError(
@@ -194,10 +184,7 @@ def check_arguments(recipe: Recipe, arguments: Arguments) -> PreTrainedConfig:
             "fsdp_config['activation_checkpointing']: accelerate would wrap the depth parameters that PEFT trains, and "
             "PEFT could not save them. Use --activation_checkpointing True."
         )
-    if (launched := int(os.environ.get("WORLD_SIZE", 1))) > arguments.world_size == 1:
-        raise TrainingError(f"{launched} processes were launched, and each would train alone. On CPUs use --use-cpu.")
-    if arguments.fsdp and arguments.device.type == "cpu":
-        raise TrainingError("--fsdp: accelerate shards on accelerators only; on CPUs it would train with DDP unasked.")
+    check_devices(arguments)
     return config
 
 
@@ -237,8 +224,13 @@ def _finetune(recipe: Recipe, arguments: Arguments, config: PreTrainedConfig) ->
     how = {"length": recipe.length, "packed": recipe.packed, "held_out": recipe.held_out}
     rows, held_out_rows = read_rows(recipe.data, tokenizer, config.vocab_size, **how)
     settings = asdict(recipe) | {"data": [str(path) for path in recipe.data]}
-    run = describe_run(settings | {"depth": has_depth(recipe, config)}, arguments)
-    resume = arguments.resume_from_checkpoint
+    folder = Path(recipe.model)
+    decisive = {
+        "model": str(folder.resolve()) if folder.exists() else recipe.model,
+        "data": [hash_file(path) for path in recipe.data],  # wherever they lie
+        "depth": has_depth(recipe, config),
+    }
+    run, resume = describe_run(settings | decisive, arguments), arguments.resume_from_checkpoint
     checkpoint = checkpoint_to_resume(output, resume, run)
 
     # The model
@@ -261,7 +253,7 @@ def _finetune(recipe: Recipe, arguments: Arguments, config: PreTrainedConfig) ->
             "recipe": settings,
             "log": trainer.state.log_history,
         }
-        save(trainer, output, result, run)
+        save_results(trainer, output / ADAPTER, result, run)
     if arguments.should_save:
         before, after, steps = losses["before"], losses["after"], result["steps"]
         print(f"held-out loss: {before:.4f} before, {after:.4f} after {steps} steps; {output / ADAPTER}")
@@ -290,10 +282,10 @@ def make_trainer(
 ) -> DepthTrainer:
     """Make the trainer of a model, with a monitor where the model has depth attention."""
     config, padding = model.config, tokenizer.pad_token_id
-    monitor = None
+    monitors = []
     if config.attn_res_mode != "none":
         probe = torch.tensor([held_out_rows[0]["input_ids"][:PROBE]])
-        monitor = DepthMonitor(probe, moves=has_depth(recipe, config))
+        monitors.append(DepthMonitor(probe, moves=has_depth(recipe, config)))
     # Padding is not read, but must have an embedding
     collator = Collator(padding if padding is not None and padding < config.vocab_size else 0)
     with reading("TrainingArguments"):
@@ -304,17 +296,5 @@ def make_trainer(
             train_dataset=rows,
             eval_dataset=held_out_rows,
             depth_lr=recipe.depth_lr,
-            monitor=monitor,
+            monitors=monitors,
         )
-
-
-def save(trainer: Trainer, output: Path, result: dict, run: dict) -> None:
-    """Write the result and then the adapter, each complete or not at all: where the adapter is, the run is finished."""
-    state = trainer.accelerator.get_state_dict(trainer.model) if trainer.is_fsdp_enabled else None  # by all processes
-    if not trainer.args.should_save:
-        return
-    with complete_or_absent(output / ADAPTER) as folder, writing(output / ADAPTER):
-        trainer.accelerator.unwrap_model(trainer.model).save_pretrained(folder, state_dict=state)
-        (folder / RECIPE).write_text(json.dumps(run, indent=1) + "\n")
-        with whole_file(output / "result.json") as file:
-            file.write_text(json.dumps(result, indent=1) + "\n")

@@ -1,14 +1,16 @@
 """Opening what a user names: the config, weights and tokenizer of a model. Each is refused in one line."""
 
+import difflib
 import math
 from pathlib import Path
 
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedConfig, PreTrainedModel
 from transformers.utils import ADAPTER_CONFIG_NAME
 
-import modeling_attnres  # noqa: F401, registers the families with the Auto classes
 from common.errors import UserError, reading
 from conversion.checkpoint import CONFIG_NAME
+from modeling_attnres import is_attnres_type  # the import registers the families with the Auto classes, too
+from modeling_attnres.configuration_attnres import TYPE_PREFIX
 
 
 class TrainingError(UserError):
@@ -46,6 +48,28 @@ def load_attnres_config(path: str | Path) -> PreTrainedConfig:
             f"python -m conversion port {path} TARGET"
         )
     return config
+
+
+def make_config(path: str | Path, fields: dict[str, object]) -> PreTrainedConfig:
+    """Make the config of a new model with Attention Residuals, that of a folder or hub id with other fields.
+
+    Args:
+        path: of a model with Attention Residuals, or of a base family.
+        fields: in place of those that it has. What they imply for others (such as the layers' types) is derived anew.
+
+    Raises:
+        UserError: it cannot be read, a field is unknown, or the fields do not go together.
+    """
+    with reading(path):
+        given, _ = PreTrainedConfig.get_config_dict(path)
+        model_type = given.pop("model_type")
+        model_type = model_type if is_attnres_type(model_type) else TYPE_PREFIX + model_type
+        known = AutoConfig.for_model(model_type, **given).to_dict()
+    for name in fields.keys() - known.keys():
+        near = difflib.get_close_matches(name, known, n=3)
+        raise TrainingError(f"--set {name}: no field of {path} ({model_type}). Near names: {', '.join(near)}.")
+    with reading(f"{path} with {fields}"):
+        return AutoConfig.for_model(model_type, **given | fields)
 
 
 def load_weights(path: str | Path, config: PreTrainedConfig, **kwargs) -> PreTrainedModel:

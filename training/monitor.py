@@ -1,9 +1,12 @@
 """What depth attention does as it trains: measured for the log, with warnings when it does nothing or too much."""
 
+import contextlib
 import warnings
+from collections.abc import Iterator
 from statistics import mean
 
 import torch
+from torch import nn
 from transformers import TrainerCallback
 
 from modeling_attnres import is_depth_parameter
@@ -11,7 +14,15 @@ from modeling_attnres import is_depth_parameter
 from .depth import SiteStatistics, mean_depth_weights, site_statistics
 
 
-class DepthMonitor(TrainerCallback):
+class Monitor(TrainerCallback):
+    """What `training.trainer.DepthTrainer` asks for something to log."""
+
+    def measure(self, model, step: int) -> dict[str, float]:
+        """Measure what is to be logged of a model after a step."""
+        raise NotImplementedError
+
+
+class DepthMonitor(Monitor):
     """Measures `depth/query_norm_mean`, `…_max`, `depth/entropy_of_mean`, `depth/reach` and `depth/largest_weight`.
 
     In other forms than the paper's `query` is what starts at zero there: `gate`, `query_up` or `static`.
@@ -21,8 +32,7 @@ class DepthMonitor(TrainerCallback):
     (`training.depth.site_statistics`). Warns, and says what to try, when
 
     - queries (or gates, …) have not moved after `patience` logs,
-    - a site puts more than `collapsed` of its weight on one of several sources,
-    - a loss is not finite (training stops).
+    - a site puts more than `collapsed` of its weight on one of several sources.
 
     Args:
         probe_ids: token ids `[1, T]` of the probe.
@@ -62,21 +72,9 @@ class DepthMonitor(TrainerCallback):
             "depth/largest_weight": max(of_site.largest for of_site in statistics.values()),
         }
 
-    def warn_of_loss(self, loss: float, step: int) -> None:
-        """Warn of a loss that is not finite."""
-        self._warn(
-            "loss",
-            f"The loss at step {step} is {loss}. Training stops. Try a lower --learning_rate or --depth-lr, "
-            "--warmup_steps, --max_grad_norm 1, or bf16 in place of fp16.",
-        )
-
     def _weights_of_probe(self, model) -> list[torch.Tensor]:
-        training = model.training
-        model.eval()
-        try:
+        with evaluating(model):
             return mean_depth_weights(model, self.probe_ids.to(next(model.parameters()).device))
-        finally:
-            model.train(training)
 
     def _warn_of_queries(self, step: int, name: str, norms: torch.Tensor) -> None:
         if not self.moves or self.norms_at_start is None or self.measurements < self.patience:
@@ -102,6 +100,54 @@ class DepthMonitor(TrainerCallback):
         if subject not in self.warned:  # once each
             self.warned.add(subject)
             warnings.warn(message, stacklevel=3)
+
+
+class ExpertMonitor(Monitor):
+    """Measures how evenly a mixture's experts are used, on one probe text; means over layers.
+
+    `experts/largest_load` is what the most used expert of a layer gets, in times an even share (1: all get the same);
+    `experts/unused` is the share of experts that get nothing.
+
+    Args:
+        probe_ids: token ids `[1, T]` of the probe.
+    """
+
+    def __init__(self, probe_ids: torch.Tensor):
+        self.probe_ids = probe_ids
+
+    def measure(self, model, step: int) -> dict[str, float]:
+        """Count where the routers send the probe's tokens: transformers hands each layer's experts their indices."""
+        loads = []
+
+        def count(experts, args, kwargs):
+            chosen = args[1] if len(args) > 1 else kwargs["top_k_index"]
+            loads.append(torch.bincount(chosen.flatten(), minlength=experts.num_experts).cpu().double())
+
+        hooks = [module.register_forward_pre_hook(count, with_kwargs=True) for module in experts_of(model)]
+        with evaluating(model), torch.no_grad():
+            model(input_ids=self.probe_ids.to(next(model.parameters()).device), use_cache=False)
+        for hook in hooks:
+            hook.remove()
+        return {
+            "experts/largest_load": mean((load.max() / load.mean()).item() for load in loads),
+            "experts/unused": mean((load == 0).double().mean().item() for load in loads),
+        }
+
+
+def experts_of(model) -> list[nn.Module]:
+    """List the experts of each layer that is a mixture of them."""
+    return [module for name, module in model.named_modules() if name.endswith(".experts")]
+
+
+@contextlib.contextmanager
+def evaluating(model) -> Iterator[None]:
+    """Have a model in eval mode within the block."""
+    training = model.training
+    model.eval()
+    try:
+        yield
+    finally:
+        model.train(training)
 
 
 def moving_norms(model) -> tuple[str, torch.Tensor]:

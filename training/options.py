@@ -1,13 +1,15 @@
 """Dataclasses as the options of a command: given one by one, or in a YAML or JSON file."""
 
 import json
+import os
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
 import yaml
-from transformers import HfArgumentParser, TrainingArguments
+from torch import nn
+from transformers import HfArgumentParser, Trainer, TrainingArguments
 
 from common.errors import reading
 from common.files import check_file
@@ -16,15 +18,16 @@ from conversion.checkpoint import read_json
 from .loading import TrainingError
 
 
+COUNTS = ("per_device_train_batch_size", "per_device_eval_batch_size", "gradient_accumulation_steps")
+
+
 @dataclass
 class Arguments(TrainingArguments):
     """transformers' TrainingArguments with this project's defaults, written as `--output` and `--resume`, too."""
 
     _argument_group_name = "transformers' TrainingArguments"
 
-    output_dir: str = field(
-        metadata={"help": "Where adapter/, result.json and checkpoints are written.", "aliases": ["--output"]}
-    )
+    output_dir: str = field(metadata={"help": "Where the result and checkpoints are written.", "aliases": ["--output"]})
     resume_from_checkpoint: bool = field(
         default=False,
         metadata={"help": "Continue from the last complete checkpoint in the output folder.", "aliases": ["--resume"]},
@@ -73,6 +76,34 @@ class OptionParser(HfArgumentParser):
             if unknown:
                 self.error(f"unknown: {' '.join(unknown)}")
         return tuple(parsed)
+
+
+def check_trainer_options(arguments: Arguments) -> None:
+    """Refuse options that Trainer would check late, or fail on.
+
+    Raises:
+        UserError: names the option.
+    """
+    for name in COUNTS:
+        if getattr(arguments, name) < 1:
+            raise TrainingError(f"--{name} must be at least 1, got {getattr(arguments, name)}.")
+    if arguments.metric_for_best_model not in (None, "loss", "eval_loss"):
+        raise TrainingError(f"--metric_for_best_model {arguments.metric_for_best_model}: only 'loss' is measured.")
+    with reading("an option of the optimiser"):  # as it checks them itself
+        optimiser, settings = Trainer.get_optimizer_cls_and_kwargs(arguments)
+        optimiser([nn.Parameter(torch.zeros(1))], **settings)
+
+
+def check_devices(arguments: Arguments) -> None:
+    """Refuse processes that would each train alone, and to shard where accelerate would not.
+
+    Raises:
+        TrainingError: on CPUs transformers takes each process for the only one, or there are only CPUs to shard over.
+    """
+    if (launched := int(os.environ.get("WORLD_SIZE", 1))) > arguments.world_size == 1:
+        raise TrainingError(f"{launched} processes were launched, and each would train alone. On CPUs use --use-cpu.")
+    if arguments.fsdp and arguments.device.type == "cpu":
+        raise TrainingError("--fsdp: accelerate shards on accelerators only; on CPUs it would train with DDP unasked.")
 
 
 def underscored(option: str) -> str:

@@ -102,3 +102,33 @@ def draw_ablation(weights: list[list[float]], rises: list[list[float | None]], p
     figure.suptitle(caption, fontsize=11)
     figure.savefig(path, dpi=110)
     plt.close(figure)
+
+
+def draw_scaling(scaling: dict, path: Path) -> None:
+    """Draw loss over compute, both as logarithms: runs as dots, their means and fitted laws in one colour per mode."""
+    figure, axis = plt.subplots(figsize=(7.5, 5.5), layout="constrained")
+    everything = [size["compute"] for of_mode in scaling["modes"].values() for size in of_mode["sizes"]]
+    compute_P = np.geomspace(min(everything) / 1.2, max(everything) * 1.2, 200)  # P points of a line
+    for number, (mode, of_mode) in enumerate(scaling["modes"].items()):
+        colour, sizes = f"C{number}", of_mode["sizes"]
+        runs = [(size["compute"], loss) for size in sizes for loss in size["losses"]]
+        axis.scatter(*zip(*runs), color=colour, s=9, alpha=0.5)
+        axis.scatter(*zip(*((s["compute"], np.mean(s["losses"])) for s in sizes)), color=colour, marker="x")
+        for law, style in zip(of_mode["laws"].values(), ("-", ":")):
+            floor, amplitude, exponent = (law[name]["value"] for name in ("floor", "amplitude", "exponent"))
+            offset = f"{floor:.3f} + " if style == ":" else ""
+            label = f"{mode}: {offset}{amplitude:.4g}·C^{-exponent:.4f}"
+            axis.plot(
+                compute_P, floor + amplitude * compute_P**-exponent, style, color=colour, linewidth=1, label=label
+            )
+    axis.axvline(scaling["compute"], color="grey", linewidth=0.5)
+    axis.set(xscale="log", yscale="log", xlabel="compute C in PFLOP/s-days", ylabel="loss")
+    axis.yaxis.set_major_formatter("{x:.4g}")
+    axis.yaxis.set_minor_formatter("{x:.4g}")
+    axis.legend(fontsize=8)
+    first_laws = {mode: next(iter(of_mode["laws"].values())) for mode, of_mode in scaling["modes"].items()}
+    worth = [f"{mode} {law['worth']['value']:.3g}×" for mode, law in first_laws.items() if "worth" in law]
+    caption = f"at {scaling['compute']:.4g} PFLOP/s-days, in compute of {scaling['baseline']}: {', '.join(worth)}"
+    figure.suptitle(caption, fontsize=11)
+    figure.savefig(path, dpi=110)
+    plt.close(figure)

@@ -1,50 +1,58 @@
 """transformers' Trainer for models with Attention Residuals, whatever they are trained for."""
 
 import contextlib
+import json
 import math
-from collections.abc import Iterator
+import warnings
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import torch
 from accelerate import PartialState
 from torch import nn
 from torch.nn.functional import cross_entropy
-from transformers import Trainer
+from transformers import PreTrainedTokenizerBase, Trainer
 from transformers.trainer_utils import rotate_checkpoints
 
 from common.errors import describe, reading
+from common.files import complete_or_absent, whole_file
 from modeling_attnres import is_depth_parameter
 
-from .checkpoints import COMPLETE, last_complete_checkpoint, writing
+from .checkpoints import COMPLETE, RECIPE, last_complete_checkpoint, writing
 from .data import IGNORED
 from .loading import TrainingError
-from .monitor import DepthMonitor
+from .monitor import Monitor
+from .muon import make_muon
 
 
 class DepthTrainer(Trainer):
-    """Trainer with an optimizer group of their own for the depth parameters, and a monitor of depth attention.
+    """Trainer with an optimizer group of their own for the depth parameters, and monitors of what they do.
 
     Its held-out loss is the mean per token, and its checkpoints say when they are complete.
 
     Args:
         depth_lr: the learning rate of the depth parameters; weight decay never applies to them.
-        monitor: what is logged of depth attention.
+        muon: whether the matrices within layers are trained with Muon.
+        monitors: what they measure is added to the log of every training loss.
     """
 
-    def __init__(self, *args, depth_lr: float, monitor: DepthMonitor | None = None, **kwargs):
+    def __init__(self, *args, depth_lr: float, muon: bool = False, monitors: Sequence[Monitor] = (), **kwargs):
         super().__init__(*args, **kwargs)
-        self.depth_lr = depth_lr
-        self.monitor = monitor
-        if monitor is not None:
-            self.add_callback(monitor)  # which remembers where training began
+        self.depth_lr, self.muon = depth_lr, muon
+        self.monitors = monitors
+        for monitor in monitors:
+            self.add_callback(monitor)  # which may remember where training began
         self.losses: list[torch.Tensor] = []  # per held-out row: the sum over its learned tokens, and their number
 
     def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
         """Move the depth parameters to a group of their own."""
-        is_new = self.optimizer is None
+        is_new, trained = self.optimizer is None, self.model if model is None else model
+        if is_new and self.muon:
+            _, settings = self.get_optimizer_cls_and_kwargs(self.args)
+            decayed = self.get_decay_parameter_names(trained)
+            self.optimizer = make_muon(trained, decayed, weight_decay=self.args.weight_decay, **settings)
         optimizer = super().create_optimizer(model)
         if is_new:
-            trained = self.model if model is None else model
             depth = {
                 id(parameter): parameter
                 for name, parameter in trained.named_parameters()
@@ -58,14 +66,18 @@ class DepthTrainer(Trainer):
         return optimizer
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
-        """Add what the monitor measures to the log of a training loss; stop at a loss that is not finite."""
-        if self.monitor is not None:
-            loss = logs.get("loss", logs.get("eval_loss", 0.0))
-            if not math.isfinite(loss):
-                self.monitor.warn_of_loss(loss, self.state.global_step)
-                self.control.should_training_stop = True
-            elif "loss" in logs:
-                logs.update(self.monitor.measure(self.model, self.state.global_step))
+        """Add what the monitors measure to the log of a training loss; stop at a loss that is not finite."""
+        loss = logs.get("loss", logs.get("eval_loss", 0.0))
+        if not math.isfinite(loss):
+            self.control.should_training_stop = True
+            warnings.warn(
+                f"The loss at step {self.state.global_step} is {loss}. Training stops. Try a lower --learning_rate or "
+                "--depth-lr, --warmup_steps, --max_grad_norm 1, or bf16 in place of fp16.",
+                stacklevel=2,
+            )
+        elif "loss" in logs:
+            for monitor in self.monitors:
+                logs |= monitor.measure(self.model, self.state.global_step)
         super().log(logs, start_time)
 
     def _run_epoch(self, *args, **kwargs) -> None:
@@ -133,6 +145,31 @@ def train_and_evaluate(trainer: Trainer, checkpoint: Path | None) -> dict[str, f
     if not math.isfinite(after):
         raise TrainingError(f"The held-out loss ended at {after}: nothing was saved. Try a lower --learning_rate.")
     return {"before": before, "after": after}
+
+
+def save_results(
+    trainer: Trainer, target: Path, result: dict, run: dict, tokenizer: PreTrainedTokenizerBase | None = None
+) -> None:
+    """Write the result and then what was trained, complete or not at all: where that is, the run is finished.
+
+    Args:
+        trainer: of the model; every process calls it.
+        target: the folder to write, beside `result.json`.
+        result: what the run measured.
+        run: what decided it.
+        tokenizer: to go with a model.
+    """
+    state = trainer.accelerator.get_state_dict(trainer.model) if trainer.is_fsdp_enabled else None  # by all processes
+    if not trainer.args.should_save:
+        return
+    with complete_or_absent(target) as folder, writing(target):
+        model = trainer.accelerator.unwrap_model(trainer.model, keep_torch_compile=False)
+        model.save_pretrained(folder, state_dict=state)
+        if tokenizer is not None:
+            tokenizer.save_pretrained(folder)
+        (folder / RECIPE).write_text(json.dumps(run, indent=1) + "\n")
+        with whole_file(target.with_name("result.json")) as file:
+            file.write_text(json.dumps(result, indent=1) + "\n")
 
 
 @contextlib.contextmanager

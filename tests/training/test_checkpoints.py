@@ -11,7 +11,7 @@ import pytest
 import torch
 from transformers import Trainer
 
-from training import finetune, trainer
+from training import trainer
 from training.__main__ import app
 from training.checkpoints import all_checkpoints, last_complete_checkpoint
 
@@ -76,11 +76,11 @@ KILLS = {  # where, and what is said of it
         "continuing from checkpoint-4",
     ),
     "between adapter and result": (
-        (finetune, "whole_file", die),
+        (trainer, "whole_file", die),
         "continuing from checkpoint-5",
     ),
     "between result and its adapter": (
-        (finetune.complete_or_absent.__wrapped__.__globals__["os"], "rename", die),
+        (trainer.complete_or_absent.__wrapped__.__globals__["os"], "rename", die),
         "continuing from checkpoint-5",
     ),
 }
@@ -131,7 +131,7 @@ OTHERS = {
 def test_another_run_does_not_continue_this_one(save_model, text_file, tmp_path, monkeypatch):
     model, output = save_model(), tmp_path / "out"
     args = command(model, text_file, output, **SAVING)
-    run_and_die(monkeypatch, finetune, "whole_file", die, args)
+    run_and_die(monkeypatch, trainer, "whole_file", die, args)
     for flags, message in OTHERS.values():
         refused(f"--resume: {message} as .*recipe.json has it", *args, "--resume", *flags)
     other = command(save_model("Mixtral"), text_file, output, **SAVING)
@@ -146,7 +146,7 @@ def test_another_run_does_not_continue_this_one(save_model, text_file, tmp_path,
 @pytest.mark.parametrize("name", ["adapter_model.safetensors", "optimizer.pt", "scheduler.pt", "trainer_state.json"])
 def test_a_checkpoint_that_was_damaged_later_is_named(name, save_model, text_file, tmp_path, monkeypatch):
     args = command(save_model(), text_file, tmp_path / "out", **SAVING)
-    run_and_die(monkeypatch, finetune, "whole_file", die, args)
+    run_and_die(monkeypatch, trainer, "whole_file", die, args)
     file = tmp_path / "out/checkpoint-5" / name
     file.write_bytes(file.read_bytes()[:50])
     refused("out/checkpoint-5", *args, "--resume")

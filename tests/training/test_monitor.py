@@ -29,7 +29,7 @@ def train(tmp_path, model, monitor, rate=1e-2, steps=6):
         logging_nan_inf_filter=False, use_cpu=True, disable_tqdm=True, lr_scheduler_type="constant",
     )  # fmt: skip
     rows = [{"input_ids": row, "labels": row} for row in tokens(batch=8)]
-    trainer = DepthTrainer(model, arguments, train_dataset=rows, callbacks=[tracker], depth_lr=rate, monitor=monitor)
+    trainer = DepthTrainer(model, arguments, train_dataset=rows, callbacks=[tracker], depth_lr=rate, monitors=[monitor])
     trainer.train()
     return trainer, tracker
 
