@@ -80,8 +80,8 @@ def inspect_checkpoint(source: str, text: Path | None = None, with_entropy: bool
         with_entropy: run it on the built-in sample where no file is given.
 
     Raises:
-        UserError: it cannot be read, its depth tensors are not what its config implies, or the entropy is asked
-            of a model without depth attention or head.
+        UserError: it cannot be read, its tensors are not what its config implies, or the entropy is asked of a model
+            without depth attention or head.
 
     Example:
         from conversion.inspection import inspect_checkpoint
@@ -94,6 +94,7 @@ def inspect_checkpoint(source: str, text: Path | None = None, with_entropy: bool
             return Inspection(source, family, _portable(checkpoint), None, 0, {}, None)
         config = checkpoint.read_config()
         norms = {} if config.attn_res_mode == "none" else query_norms(checkpoint, config)
+        checkpoint.check_fit(config)
         parameters = 2 * config.attn_res_layout.num_sites * config.hidden_size if norms else 0
         entropies = _entropies(checkpoint, config, text) if text is not None or with_entropy else None
         return Inspection(source, family, "", config, parameters, norms, entropies)

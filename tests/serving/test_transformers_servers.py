@@ -1,4 +1,4 @@
-"""Ports where transformers and accelerate serve: spread by dispatch, in continuous batches, `transformers serve` and `chat`.
+"""Ports dispatched by accelerate, in continuous batches, and behind `transformers serve` and `transformers chat`.
 
 The servers run in processes of their own, which have nothing of this library but the code that the port carries.
 """
@@ -57,8 +57,8 @@ def dispatched(checkpoint, folder):
 @pytest.mark.parametrize("blocks", [Blocks(number=3), Blocks("full")], ids=["block", "full"])
 @torch.no_grad()
 def test_load_checkpoint_and_dispatch(blocks, tmp_path):
-    llama, base, ported, trained = BY_NAME["Llama"], *(tmp_path / name for name in ("base", "ported", "trained"))
-    llama.base_causal_lm().save_pretrained(base)
+    base, ported, trained = (tmp_path / name for name in ("base", "ported", "trained"))
+    BY_NAME["Llama"].base_causal_lm().save_pretrained(base)
     port_checkpoint(str(base), ported, blocks)
     model = AutoModelForCausalLM.from_pretrained(ported)
     randomise_depth(model)
@@ -72,13 +72,12 @@ def test_load_checkpoint_and_dispatch(blocks, tmp_path):
 
 # ------------------------------------------------------------------------------------------------------- the commands
 
+BATCHING = ["--continuous-batching", "--cb-block-size", "32", "--cb-num-blocks", "64", "--cb-max-batch-tokens", "64"]
+missing = [name for name in ("fastapi", "openai", "uvicorn") if importlib.util.find_spec(name) is None]
 needs_server = [
     pytest.mark.slow,
     pytest.mark.xdist_group("smollm2"),
-    *(
-        pytest.mark.skipif(importlib.util.find_spec(name) is None, reason=f"{name} is missing: pip install '.[serving]'")
-        for name in ("fastapi", "openai", "uvicorn")
-    ),
+    pytest.mark.skipif(bool(missing), reason=f"{', '.join(missing)} missing: pip install '.[serving]'"),
 ]
 
 
@@ -128,7 +127,7 @@ def serving(folder, *options):
 class TestServe:
     pytestmark = needs_server
 
-    @pytest.mark.parametrize("options", [[], ["--continuous-batching"]], ids=["plain", "continuous batching"])
+    @pytest.mark.parametrize("options", [[], BATCHING], ids=["plain", "continuous batching"])
     def test_serve(self, options, folder, answer):
         openai = importlib.import_module("openai")
         with serving(folder, *options) as address:
