@@ -120,7 +120,7 @@ def serving(folder, *options):
             time.sleep(1)
         yield f"http://127.0.0.1:{port}/v1"
     finally:
-        process.terminate()
+        process.kill()
         process.wait()
 
 
