@@ -81,8 +81,8 @@ def inspect_checkpoint(source: str, text: Path | None = None, with_entropy: bool
         with_entropy: run it on the built-in sample where no file is given.
 
     Raises:
-        UserError: it cannot be read, its depth tensors are not what its config implies, or the entropy is asked
-            of a model without depth attention or head.
+        UserError: it cannot be read, its tensors are not what its config implies, or the entropy is asked of a model
+            without depth attention or head.
 
     Example:
         from conversion.inspection import inspect_checkpoint
@@ -99,6 +99,7 @@ def inspect_checkpoint(source: str, text: Path | None = None, with_entropy: bool
             depth = checkpoint.read_depth(config)
             parameters, moving = sum(parameter.numel() for parameter in depth.parameters()), depth.moving
             distances = depth.distance_from_start()
+        checkpoint.check_fit(config)
         entropies = _entropies(checkpoint, config, text) if text is not None or with_entropy else None
         return Inspection(source, family, "", config, parameters, moving, distances, entropies)
 

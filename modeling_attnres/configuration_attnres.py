@@ -426,6 +426,25 @@ def register_tokenizer(config_class: type) -> None:
         corrected.add(model_type)
 
 
+def register_class_names(config_class: type) -> None:
+    """Let programs that look a config's `architectures` up in transformers find something that loads the checkpoint.
+
+    `transformers serve` does, when of the checkpoint's code only the config's is loaded: until the model's is, the Auto
+    class that loads it stands for each of its classes.
+    """
+    for auto_class, name in config_class.class_names().items():
+        set_in_transformers(name, getattr(transformers, auto_class))
+
+
+def set_in_transformers(name: str, value: type) -> None:
+    """Make `transformers.<name>` a class.
+
+    It is set on the class of the module: transformers executes its own `__init__` twice where it loads processors, and
+    what was imported before keeps the first of the two modules.
+    """
+    setattr(type(transformers), name, value)
+
+
 def config_name(model_type: str) -> str:
     """Return the name of the config class of `attnres_…`, or of a base family's model type."""
     return PREFIX + CONFIG_MAPPING_NAMES[model_type.removeprefix(TYPE_PREFIX)]
@@ -467,7 +486,9 @@ def __getattr__(name: str) -> type:
         globals()[name] = config_class = derive_config(name)
         register_tokenizer(config_class)
         models = sys.modules.get(f"{__package__}.modeling_attnres")
-        if models is not None:  # else only configs are wanted
+        if models is None:  # only configs are wanted so far
+            register_class_names(config_class)
+        else:
             try:
                 models.register_with_auto_classes(config_class)
             except BaseException:

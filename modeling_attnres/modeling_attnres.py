@@ -644,9 +644,10 @@ def register_in_transformers_tables(config_class: type) -> None:
         rules = get_checkpoint_conversion_mapping(base_name)
         if rules is not None:
             register_checkpoint_conversion_mapping(name, rules, overwrite=True)
-    # Trainer asks the static table of causal LMs whether labels are to be shifted
+    # Trainer asks the static table of causal LMs whether labels are to be shifted; servers ask for a class by its name
     for auto_class, name in config_class.class_names().items():
         AUTO_CLASSES[auto_class][model_type] = name
+        configuration_attnres.set_in_transformers(name, getattr(sys.modules[__name__], name))
     # PEFT finds its rules for experts by whose conversion rules a family shares; those of Mixtral are Mixtral's own
     patterns = conversion_mapping._MODEL_TO_CONVERSION_PATTERN
     if base_type in patterns or base_type == "mixtral":

@@ -106,17 +106,19 @@ class DepthPass:
     def _advance(self, layer: int, running_sum_BTD: torch.Tensor) -> bool:
         """Close what closes where the layer starts; say whether anything did."""
         closed_after = self.layout.closed_blocks(2 * layer)
-        closed_before = closed_after - 1 if self.layout.opens_block(layer) else closed_after
-        # Too many blocks: the layer runs again, which only the backward pass may do, to recompute it.
-        if self.reader.num_blocks > closed_before:
+        self._go_back(layer, closed_after - 1 if self.layout.opens_block(layer) else closed_after)
+        # Too few blocks: the running sum closes here. If the layer opens none, the one that does was taken out.
+        return self._close_until(closed_after, running_sum_BTD)
+
+    def _go_back(self, layer: int, count: int) -> None:
+        """Drop what has closed beyond `count` blocks: the layer runs again, which only the backward pass may do."""
+        if self.reader.num_blocks > count:
             if torch._C._current_graph_task_id() == -1:  # no backward pass is running
                 raise RuntimeError(
-                    f"Decoder layer {layer} runs after {self.reader.num_blocks} blocks have closed, expected "
-                    f"{closed_before}: decoder layers must run in their order, each at most once."
+                    f"Decoder layer {layer} runs after {self.reader.num_blocks} blocks have closed, expected {count}: "
+                    "decoder layers must run in their order, each at most once."
                 )
-            self._drop_blocks(closed_before)
-        # Too few: the running sum closes here. If the layer opens no block, the one that does was taken out.
-        return self._close_until(closed_after, running_sum_BTD)
+            self._drop_blocks(count)
 
     def _drop_blocks(self, count: int) -> None:
         self.reader.drop_blocks(count)
@@ -228,11 +230,15 @@ class AddPass(DepthPass):
         # The stream where each block closed; only the backward pass, which recomputes layers, goes back in it.
         self._closed_at: list[torch.Tensor] = []
         self._keeps_all = torch.is_grad_enabled()
+        self._first_layer: int | None = None  # 0, unless it was taken out
 
     def enter_layer(self, layer: int, hidden_states_BTD: torch.Tensor) -> torch.Tensor:
         reader = self.reader
         if reader.dtype is None:  # the first layer is given the embedding
             reader.start(hidden_states_BTD)
+            self._first_layer = layer
+        if layer == self._first_layer:
+            self._go_back(layer, 0)
             reader.append(reader.parameters.null_D.expand(hidden_states_BTD.shape))
         if hidden_states_BTD.device != reader.scaled_eps.device:
             reader.move_to(hidden_states_BTD.device)
@@ -269,7 +275,7 @@ class AddPass(DepthPass):
 
     def _drop_blocks(self, count: int) -> None:
         super()._drop_blocks(count)
-        del self._closed_at[count - 1 :]  # the null source closed nowhere
+        del self._closed_at[max(count - 1, 0) :]  # the null source closed nowhere
 
     def _close_until(self, count: int, stream_BTD: torch.Tensor) -> bool:
         missing = count - self.reader.num_blocks
