@@ -53,7 +53,7 @@ COMMANDS = {  # in this order the first run of each makes what the next ones nee
         *("tuned", "tuned/adapter", False),
     ),
     "pretrain": Command(
-        "training pretrain --config ported --data texts.jsonl --output trained --length 32 --held-out 0.5 --max_steps 2",
+        "training pretrain --config ported --data texts.jsonl --output trained --length 32 --held-out .5 --max_steps 2",
         *("trained", "trained/model", False),
     ),
     "merge": Command("training merge tuned/adapter merged", "merged"),

@@ -34,19 +34,6 @@ QUICK = {
 LENGTH, EVERY = 16, 10  # tokens of a row; of so many documents the last is held out
 
 
-@pytest.fixture
-def save_config(tokenizer, tmp_path):
-    """Save the config of a tiny model with its tokenizer, and return the folder."""
-
-    def save(family="Llama", **fields):
-        folder = tmp_path / f"config-{family}"
-        BY_NAME[family].config(**{"initializer_range": 0.02} | fields).save_pretrained(folder)
-        tokenizer.save_pretrained(folder)
-        return folder
-
-    return save
-
-
 def command(config, data, output, *flags, **arguments):
     options = QUICK | arguments
     given = [part for name, value in options.items() for part in (f"--{name}", str(value))]
