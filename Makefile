@@ -3,10 +3,14 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: demo check test test-oldest serve-test lint clean
+.PHONY: demo pretrain-demo check test test-oldest serve-test lint clean
 
 demo: .venv/ready
 	$(BIN)/python -m demo
+
+# Two models of a million parameters from random weights, on the source of Python's own library.
+pretrain-demo: .venv/ready
+	HF_HUB_OFFLINE=1 $(BIN)/python -m demo.pretrain
 
 # For every change: lint, types and the quick tests, with one family in place of five.
 check: .venv/ready lint

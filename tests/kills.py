@@ -52,6 +52,10 @@ COMMANDS = {  # in this order the first run of each makes what the next ones nee
         "training finetune --model ported --data text.txt --output tuned --length 32 --max_steps 2 --save_strategy no",
         *("tuned", "tuned/adapter", False),
     ),
+    "pretrain": Command(
+        "training pretrain --config ported --data texts.jsonl --output trained --length 32 --held-out .5 --max_steps 2",
+        *("trained", "trained/model", False),
+    ),
     "merge": Command("training merge tuned/adapter merged", "merged"),
     "eval": Command(
         "eval run --model ported --tasks attnres_perplexity --limit 1 --output results",
@@ -109,10 +113,11 @@ def remove(path: Path) -> None:
 
 
 def make_inputs(folder: Path) -> None:
-    """A tiny Llama with a tokenizer, and a text."""
+    """A tiny Llama with a tokenizer, a text, and a file of two."""
     BY_NAME["Llama"].base_causal_lm().save_pretrained(folder / "base", max_shard_size="100KB")
     add_tokenizer(folder / "base", tokenizer_class="TokenizersBackend", eos_token="<unk>")
     (folder / "text.txt").write_text(SAMPLE * 10, encoding="utf-8")
+    (folder / "texts.jsonl").write_text(json.dumps({"text": SAMPLE}) + "\n" + json.dumps({"text": SAMPLE}) + "\n")
 
 
 def check(command: Command, folder: Path, after: float, expected: dict[str, bytes]) -> None:

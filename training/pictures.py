@@ -55,6 +55,20 @@ def draw_by_layer(curves: dict[str, dict[str, list[float]]], path: Path, caption
     plt.close(figure)
 
 
+def draw_losses(curves: dict[str, list[tuple[int, float]]], path: Path, caption: str) -> None:
+    """Draw one curve per model: its training loss by step."""
+    figure, axis = plt.subplots(figsize=(7, 4.5), layout="constrained")
+    for name, points in curves.items():
+        axis.plot(*zip(*points), label=name)
+    axis.set_xlabel("step")
+    axis.set_ylabel("training loss")
+    axis.set_yscale("log")
+    axis.legend()
+    figure.suptitle(caption, fontsize=11)
+    figure.savefig(path, dpi=110)
+    plt.close(figure)
+
+
 def draw_sites(statistics: dict[str, list[float]], path: Path, caption: str) -> None:
     """Draw one panel per statistic: attention and MLP sites over decoder layers."""
     figure, axes = plt.subplots(

@@ -123,8 +123,8 @@ def check_arguments(recipe: Pretraining, arguments: Arguments) -> PreTrainedConf
             raise TrainingError(f"--length {recipe.length}: the model has {getattr(config, name)} positions ({name}).")
     if not 0 <= recipe.depth_lr_factor < math.inf:
         raise TrainingError(f"--depth-lr-factor must be 0 or more, got {recipe.depth_lr_factor}.")
-    if recipe.muon and not arguments.optim.startswith("adamw_torch"):
-        raise TrainingError(f"--muon goes with --optim adamw_torch or adamw_torch_fused, got {arguments.optim}.")
+    if recipe.muon and arguments.optim not in ("adamw_torch", "adamw_torch_fused"):
+        raise TrainingError(f"--muon goes with --optim adamw_torch or adamw_torch_fused, got {arguments.optim.value}.")
     check_trainer_options(arguments)
     check_devices(arguments)
     return config

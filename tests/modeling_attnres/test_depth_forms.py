@@ -4,6 +4,7 @@ from functools import partial
 
 import pytest
 import torch
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from transformers import AutoModelForCausalLM
 from transformers.utils.logging import set_verbosity_error
 
@@ -299,11 +300,7 @@ def test_layers_cut_or_replaced_compute_what_they_do_in_the_base(mode):
         assert torch.equal(*logits)
 
 
-@pytest.mark.parametrize("reentrant", [False, True])
-def test_layers_of_add_recomputed_from_outside_have_the_same_gradients(reentrant):
-    from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointImpl, checkpoint_wrapper
-
-    implementation = CheckpointImpl.REENTRANT if reentrant else CheckpointImpl.NO_REENTRANT
+def test_layers_of_add_recomputed_from_outside_have_the_same_gradients():
     model, ids = model_of("add, 4 heads", "full").double().train(), tokens(length=6)
     embeddings = model.model.embed_tokens(ids).detach().requires_grad_()
 
@@ -315,7 +312,7 @@ def test_layers_of_add_recomputed_from_outside_have_the_same_gradients(reentrant
 
     expected = gradients()
     for index, layer in enumerate(model.model.layers):
-        model.model.layers[index] = checkpoint_wrapper(layer, implementation)
+        model.model.layers[index] = checkpoint_wrapper(layer)
     found = gradients()
     assert found.keys() == expected.keys()
     for name, gradient in expected.items():

@@ -44,6 +44,19 @@ def save_model(tokenizer, tmp_path):
     return save
 
 
+@pytest.fixture
+def save_config(tokenizer, tmp_path):
+    """Save the config of a tiny model with its tokenizer, and return the folder."""
+
+    def save(family="Llama", **fields):
+        folder = tmp_path / f"config-{family}"
+        BY_NAME[family].config(**{"initializer_range": 0.02} | fields).save_pretrained(folder)
+        tokenizer.save_pretrained(folder)
+        return folder
+
+    return save
+
+
 def words(count: int, seed: int = 0) -> str:
     """A text with something to learn: mostly the word after the last one."""
     found, word = [], seed

@@ -1,6 +1,7 @@
 """What one process of several does in the tests, with gloo on CPU.
 
-`python distributed.py CASE OUTPUT MODEL…`, or `python distributed.py finetune …`, the command with FSDP2 as on GPUs.
+`python distributed.py CASE OUTPUT MODEL…`, or `python distributed.py finetune|pretrain …`, the command with FSDP2 as on
+GPUs.
 """
 
 import os
@@ -77,16 +78,18 @@ def logits_in_parallel(folder: str) -> dict:
     return {"logits": logits, "sharded": sharded}
 
 
-def finetune_with_fsdp(command: list[str]) -> None:
-    """`python -m training finetune` where accelerate takes CPUs, too, for devices to shard over."""
+def train_with_fsdp(command: list[str]) -> None:
+    """`python -m training finetune` or `pretrain` where accelerate takes CPUs, too, for devices to shard over."""
     from accelerate.state import AcceleratorState, PartialState
     from accelerate.utils import DistributedType
 
-    from training import finetune
+    from training import finetune, pretrain
     from training.__main__ import app
 
+    module = {"finetune": finetune, "pretrain": pretrain}[command[0]]
+
     # accelerate's state is made as on accelerators, and the check that refuses FSDP on CPUs sees none
-    initialise, check = AcceleratorState.__init__, finetune.check_arguments
+    initialise, check = AcceleratorState.__init__, module.check_arguments
 
     def as_on_accelerators(self, *args, fsdp_plugin=None, **kwargs):
         initialise(self, *args, fsdp_plugin=fsdp_plugin, **kwargs)
@@ -102,14 +105,14 @@ def finetune_with_fsdp(command: list[str]) -> None:
         arguments.fsdp = fsdp
         return config
 
-    AcceleratorState.__init__, finetune.check_arguments = as_on_accelerators, without_refusing_cpus
+    AcceleratorState.__init__, module.check_arguments = as_on_accelerators, without_refusing_cpus
     app(command)
 
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    if sys.argv[1] == "finetune":
-        finetune_with_fsdp(sys.argv[1:])
+    if sys.argv[1] in ("finetune", "pretrain"):
+        train_with_fsdp(sys.argv[1:])
     case, output, *folders = sys.argv[1:]
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     {"fsdp": fsdp, "tp": tensor_parallel}[case](Path(output), *folders)

@@ -15,6 +15,7 @@ from transformers import AutoModelForCausalLM
 from tests.families import FAMILIES
 from tests.oracle import relative_error
 
+from . import test_pretrain as pretraining
 from .conftest import refused
 from .distributed import train
 from .test_finetune import command, losses, run, saved
@@ -61,6 +62,39 @@ def test_ddp_follows_the_loss_of_one_process(save_model, text_file, tmp_path):
     assert losses(found) == pytest.approx(losses(expected), rel=1e-5)
     assert found["held_out_loss"] == pytest.approx(expected["held_out_loss"], rel=1e-5)
     assert_same_adapters(tmp_path / "one", tmp_path / "two")
+
+
+# Muon's matrices are made orthogonal in bf16, which makes more of rounding errors
+MUON = (["--muon"], 2e-4)
+
+
+@pytest.mark.parametrize(("family", "flags", "tolerance"), [("Llama", [], 1e-5), ("Qwen3Moe", *MUON)])
+def test_pretraining_with_ddp_follows_one_process(family, flags, tolerance, save_config, text_file, tmp_path):
+    config = save_config(family)
+    expected = pretraining.run(config, text_file, tmp_path / "one", *flags)
+    how = {"per_device_train_batch_size": 2, "per_device_eval_batch_size": 2, "ddp_backend": "gloo"}
+    launch("-m", "training", *pretraining.command(config, text_file, tmp_path / "two", *flags, **how))
+    found = json.loads((tmp_path / "two/result.json").read_text())
+    assert losses(found) == pytest.approx(losses(expected), rel=tolerance)
+    assert found["held_out_loss"] == pytest.approx(expected["held_out_loss"], rel=tolerance)
+
+
+@pytest.mark.parametrize(("flags", "tolerance"), [([], 1e-5), MUON])
+def test_pretraining_with_fsdp2_follows_one_process_and_saves_the_model(
+    flags, tolerance, save_config, text_file, tmp_path
+):
+    config = save_config()
+    expected = pretraining.run(config, text_file, tmp_path / "one", *flags)
+    how = {"per_device_train_batch_size": 2, "ddp_backend": "gloo", "fsdp_config": "{}"}
+    args = pretraining.command(config, text_file, tmp_path / "two", "--fsdp", *flags, **how)
+    launch(ROOT / "tests/training/distributed.py", *args)
+    found = json.loads((tmp_path / "two/result.json").read_text())
+    assert losses(found) == pytest.approx(losses(expected), rel=tolerance)
+    assert found["held_out_loss"] == pytest.approx(expected["held_out_loss"], rel=tolerance)
+    one, two = (pretraining.saved(tmp_path / name) for name in ("one", "two"))
+    assert one.keys() == two.keys()
+    for name, value in one.items():
+        assert relative_error(two[name], value) <= 100 * tolerance, name
 
 
 def test_fsdp_where_accelerate_would_not_use_it_is_refused(save_model, text_file, tmp_path):

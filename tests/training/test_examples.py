@@ -4,9 +4,11 @@ import inspect
 import re
 import textwrap
 
+from tests.conftest import ROOT
 from training.adapter import merge_adapter
 from training.diagnose import diagnose_model
 from training.finetune import finetune_model
+from training.pretrain import pretrain_model
 
 from .conftest import words
 
@@ -15,7 +17,9 @@ def test_examples_run_one_after_the_other(save_model, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     save_model(max_position_embeddings=512).rename("ported")
     (tmp_path / "LICENSE").write_text(words(3000))
-    for function in (finetune_model, merge_adapter, diagnose_model):
+    (tmp_path / "README.md").write_text(words(3000, 1))
+    (tmp_path / "demo").symlink_to(ROOT / "demo")
+    for function in (finetune_model, merge_adapter, diagnose_model, pretrain_model):
         (code,) = re.findall(r"```python\n(.*?)```", inspect.getdoc(function), re.DOTALL)
         exec(compile(textwrap.dedent(code), function.__name__, "exec"), {})
-    assert {"tuned", "merged", "pictures"} <= {path.name for path in tmp_path.iterdir()}
+    assert {"tuned", "merged", "pictures", "trained"} <= {path.name for path in tmp_path.iterdir()}
