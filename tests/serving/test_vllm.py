@@ -78,6 +78,9 @@ def _environment(tmp_path, monkeypatch, cache):
     monkeypatch.setenv("HF_MODULES_CACHE", str(tmp_path / "modules"))
     monkeypatch.setenv("VLLM_CACHE_ROOT", str(cache))
     monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", "1")
+    # One thread, on any core: threads that wait for each other spin, which costs minutes where cores are shared.
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "nobind")
     monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
     monkeypatch.setenv("VLLM_LOGGING_LEVEL", "WARNING")
     monkeypatch.setenv("VLLM_MLA_DISABLE", "1")  # it sizes the heads of latent attention by model types that it lists
