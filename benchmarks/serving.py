@@ -2,10 +2,12 @@
 
 import importlib
 import os
+import time
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
+import torch
 from rich.console import Console
 from rich.table import Table
 from torch.profiler import ProfilerActivity, profile
@@ -27,12 +29,18 @@ def measure_serving(
     new_tokens: int,
     repeats: int,
     compiled: bool,
+    cpu_time: bool,
     profiled: bool,
     output: Path | None,
 ) -> None:
     """Answer some numbers of requests at once, with prompts of some lengths; all models take turns."""
     os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")  # GiB for each engine, where it runs on CPUs
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # else engines that wait take time from the one that runs
+    clock, measured = time.perf_counter, "Time"
+    if cpu_time:  # of one thread, for threads that wait for each other spin
+        torch.set_num_threads(1)
+        os.environ |= {"OMP_NUM_THREADS": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
+        clock, measured = time.process_time, "CPU time"
     try:
         vllm = importlib.import_module("vllm")
     except ImportError:
@@ -50,10 +58,11 @@ def measure_serving(
                     for name, engine in engines.items()
                 }
                 label = f"{count} of {length} + {new_tokens} tokens"
-                results[label] = compare(runs, repeats, label)
+                results[label] = compare(runs, repeats, label, clock=clock)
                 if profiled:
                     report_operations(runs, label)
-    report(f"Requests to SmolLM2-135M in vLLM, fp32, {'compiled' if compiled else 'eager'}", results, output)
+    mode = "compiled" if compiled else "eager"
+    report(f"{measured} of requests to SmolLM2-135M in vLLM, fp32, {mode}", results, output)
 
 
 def start_engines(engine_class: type, folder: Path, max_length: int, compiled: bool) -> dict[str, Any]:
