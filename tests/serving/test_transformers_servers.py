@@ -77,7 +77,7 @@ missing = [name for name in ("fastapi", "openai", "uvicorn") if importlib.util.f
 needs_server = [
     pytest.mark.slow,
     pytest.mark.xdist_group("smollm2"),
-    pytest.mark.skipif(bool(missing), reason=f"{', '.join(missing)} missing: pip install '.[serving]'"),
+    pytest.mark.skipif(bool(missing), reason=f"{', '.join(missing)} missing: pip install '.[servers]'"),
 ]
 
 
