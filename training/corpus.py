@@ -30,10 +30,10 @@ from .data import DataError, json_lines, text_of, tokenise_texts
 from .loading import load_tokenizer
 
 
-PIECE = 2**20  # characters; a longer text counts as several documents
-BATCH = 2**21  # characters that are tokenised at once
-SHARD = 2**26  # tokens
-TOKENIZER_TEXT = 2**25  # characters, at most, that a tokenizer is trained on
+PIECE = 2**19  # characters; a longer text counts as several documents
+BATCH = 2**20  # characters that are tokenised at once
+SHARD = 2**25  # tokens
+TOKENIZER_TEXT = 2**24  # characters, at most, that a tokenizer is trained on
 SOURCE, COMPLETE = "source.json", "corpus.json"  # written first, and last
 
 
