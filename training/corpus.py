@@ -30,10 +30,10 @@ from .data import DataError, json_lines, text_of, tokenise_texts
 from .loading import load_tokenizer
 
 
-PIECE = 2**20  # characters; a longer text counts as several documents
-BATCH = 2**21  # characters that are tokenised at once
-SHARD = 2**26  # tokens
-TOKENIZER_TEXT = 2**25  # characters, at most, that a tokenizer is trained on
+PIECE = 2**18  # characters; a longer text counts as several documents
+BATCH = 2**19  # characters that are tokenised at once
+SHARD = 2**24  # tokens
+TOKENIZER_TEXT = 2**24  # characters, at most, that a tokenizer is trained on
 SOURCE, COMPLETE = "source.json", "corpus.json"  # written first, and last
 
 
@@ -213,7 +213,8 @@ def prepare_corpus(
                 f"has embeddings for {vocab_size}: --set vocab_size={largest + 1}."
             )
         if not complete:
-            _tokenise(sources, folder, tokenizer, every=round(1 / held_out))
+            kind = "H" if largest < 2**16 else "I"  # 2 or 4 bytes a token
+            _tokenise(sources, folder, tokenizer, every=round(1 / held_out), kind=kind)
     return Corpus(folder, source, tokenizer)
 
 
@@ -250,13 +251,13 @@ def _tokenizer_of(sources: list[str], folder: Path, vocab_size: int) -> PreTrain
     return load_tokenizer(target, trust_remote_code=False)
 
 
-def _tokenise(sources: list[str], folder: Path, tokenizer: PreTrainedTokenizerBase, every: int) -> None:
+def _tokenise(sources: list[str], folder: Path, tokenizer: PreTrainedTokenizerBase, every: int, kind: str) -> None:
     """Write the shards that a folder lacks, each complete or absent; the last of `every` documents is held out."""
     made = [read_json(file)["documents"] for file in folder.glob("[0-9]*/shard.json")]
     number, documents = len(made), sum(made)
     texts = islice((text for source in sources for _, text in stream_texts(source)), documents, None)
     with tqdm(desc="tokenising", unit="char", unit_scale=True) as bar:
-        for parts, new in _shards(_batches(texts, bar), tokenizer, documents, every):
+        for parts, new in _shards(_batches(texts, bar), tokenizer, documents, every, kind):
             with complete_or_absent(folder / f"{number:05}") as shard:
                 for part, ids in parts.items():
                     np.save(shard / f"{part}.npy", np.asarray(ids))
@@ -280,10 +281,9 @@ def _batches(texts: Iterable[str], bar: tqdm) -> Iterator[list[str]]:
 
 
 def _shards(
-    batches: Iterable[list[str]], tokenizer: PreTrainedTokenizerBase, documents: int, every: int
+    batches: Iterable[list[str]], tokenizer: PreTrainedTokenizerBase, documents: int, every: int, kind: str
 ) -> Iterator[tuple[dict[str, array], int]]:
     """Yield the tokens of each shard by part, and how many documents they are; a shard ends with a batch."""
-    kind = "H" if len(tokenizer) <= 2**16 else "I"  # 2 or 4 bytes a token
 
     def new_shard() -> dict[str, array]:
         return {"training": array(kind), "held_out": array(kind)}

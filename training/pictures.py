@@ -62,7 +62,6 @@ def draw_losses(curves: dict[str, list[tuple[int, float]]], path: Path, caption:
         axis.plot(*zip(*points), label=name)
     axis.set_xlabel("step")
     axis.set_ylabel("training loss")
-    axis.set_yscale("log")
     axis.legend()
     figure.suptitle(caption, fontsize=11)
     figure.savefig(path, dpi=110)

@@ -6,9 +6,8 @@ import subprocess
 import sys
 
 import numpy as np
-import pyarrow
-import pyarrow.parquet
 import pytest
+from datasets import Dataset
 
 from training import corpus
 from training.corpus import Rows, prepare_corpus, stream_texts, train_tokenizer
@@ -50,8 +49,7 @@ def write(kind, texts, path):
     if kind == "jsonl":
         path.write_text("".join(json.dumps({"text": text, "source": "made"}) + "\n\n" for text in texts))
     elif kind == "parquet":
-        table = pyarrow.table({"source": ["made"] * len(texts), "text": texts})
-        pyarrow.parquet.write_table(table, path, row_group_size=7)
+        Dataset.from_dict({"source": ["made"] * len(texts), "text": texts}).to_parquet(path, batch_size=7)
     else:
         path.write_text(texts[0])
     return path
@@ -150,10 +148,10 @@ def test_bad_data_is_refused_by_its_line(case, tokenizer, tmp_path):
 
 def test_parquet_without_texts_is_refused_by_its_row(tokenizer, tmp_path):
     path = tmp_path / "rows.parquet"
-    pyarrow.parquet.write_table(pyarrow.table({"text": ["w1", None]}), path)
+    Dataset.from_dict({"text": ["w1", None]}).to_parquet(path)
     with pytest.raises(DataError, match="parquet, row 2: expected a text in 'text'; found None"):
         prepare([path], tmp_path / "shards", tokenizer)
-    pyarrow.parquet.write_table(pyarrow.table({"content": ["w1"]}), path)
+    Dataset.from_dict({"content": ["w1"]}).to_parquet(path)
     with pytest.raises(ValueError, match=r"parquet.* cannot be read: .*text"):
         prepare([path], tmp_path / "others", tokenizer)
 

@@ -64,7 +64,7 @@ def test_ddp_follows_the_loss_of_one_process(save_model, text_file, tmp_path):
     assert_same_adapters(tmp_path / "one", tmp_path / "two")
 
 
-# Muon's matrices are made orthogonal in bf16, which makes more of rounding errors
+# Muon makes orthogonal, in bf16, what differs by rounding; of a part of a matrix its steps would be others altogether
 MUON = (["--muon"], 2e-4)
 
 
@@ -94,7 +94,7 @@ def test_pretraining_with_fsdp2_follows_one_process_and_saves_the_model(
     one, two = (pretraining.saved(tmp_path / name) for name in ("one", "two"))
     assert one.keys() == two.keys()
     for name, value in one.items():
-        assert relative_error(two[name], value) <= 100 * tolerance, name
+        assert relative_error(two[name], value) <= 250 * tolerance, name
 
 
 def test_fsdp_where_accelerate_would_not_use_it_is_refused(save_model, text_file, tmp_path):

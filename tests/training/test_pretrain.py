@@ -13,8 +13,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from modeling_attnres import DepthAttention, is_depth_parameter
 from tests.families import BY_NAME
 from training import trainer
+from training.__main__ import pretrain_options
 from training.loading import make_config
-from training.pretrain import make_model
+from training.pretrain import Pretraining, make_model
 
 from .conftest import refused, succeed
 from .test_checkpoints import die, run_and_die
@@ -90,6 +91,22 @@ def train_plainly(model, rows_RT, steps=QUICK["max_steps"], factor=1.0, batch=QU
         optimizer.zero_grad()
         found.append(loss.item())
     return found
+
+
+def test_a_file_of_options_is_what_they_are_on_the_command_line(tmp_path):
+    fields = {"config": "folder", "data": ["a", "b"], "output": "out", "set": ["x=1", "y=2"], "depth-lr-factor": 2}
+    (tmp_path / "recipe.yaml").write_text(json.dumps(fields))
+    parse = pretrain_options().parse
+    by_file, _ = parse([str(tmp_path / "recipe.yaml"), "--mode", "none"])
+    line = "--config folder --data a --data b --output out --set x=1 --set y=2 --depth_lr_factor 2 --mode none"
+    assert by_file == parse(line.split())[0]
+    assert by_file == Pretraining("folder", ["a", "b"], mode="none", fields=["x=1", "y=2"], depth_lr_factor=2.0)
+
+
+def test_help_shows_an_example(capsys):
+    with pytest.raises(SystemExit, match="0"):
+        pretrain_options().parse(["--help"])
+    assert "Example: python -m training pretrain --config demo/tiny" in " ".join(capsys.readouterr().out.split())
 
 
 @pytest.mark.parametrize("mode", ["none", "block", "full"])
