@@ -17,7 +17,7 @@ from common.errors import UserError, describe, reading
 from common.files import check_file, whole_file
 from modeling_attnres import is_depth_parameter  # the import lets the Auto classes find the families, too
 
-from .blocks import describe_blocks, draw_blocks
+from .blocks import describe_blocks, describe_form, draw_blocks
 from .markdown import code, link, plain, python_string, table
 from .provenance import Provenance, is_hub_id, read
 
@@ -229,6 +229,8 @@ def _text(facts: Facts) -> dict[str, Any]:
         "family": f"`{config.model_type}`",
         "parameters": _parameters(facts),
     }
+    if (form := describe_form(config)) != "the paper's":
+        settings["form"] = form
     # A name is no argument of lm-eval with a comma, which parts them, nor in a line of a shell with a line break.
     is_argument = facts.name.isprintable() and "," not in facts.name
     return {
@@ -240,13 +242,30 @@ def _text(facts: Facts) -> dict[str, Any]:
         "summary": _summary(facts),
         "made": _made(facts),
         "shards": _shards(provenance.shards) if provenance else "",
-        "sources": "sublayers" if config.attn_res_mode == "full" else "blocks of layers",
+        "mechanism": _mechanism(config),
         "settings": table(("setting", "value"), settings.items()),
         "picture": draw_blocks(config),
         "lossless": _lossless(facts),
         "results": _results(facts),
         "limits": _limits(facts),
     }
+
+
+def _mechanism(config) -> str:
+    """Say what every sublayer reads."""
+    kind, chosen = {
+        "softmax": ("a softmax-weighted mean", ", chosen token by\ntoken,"),
+        "static": ("a softmax-weighted mean", ", with weights that no token changes,"),
+        "sigmoid": ("a weighted sum", ", chosen token by\ntoken,"),
+        "static_raw": ("a weighted sum", ", with weights that no token changes,"),
+    }[config.attn_res_weights]
+    sources = "sublayers" if config.attn_res_mode == "full" else "blocks of layers"
+    place = {
+        "replace": "in place of the sum of all that came before",
+        "add": "times a learned gate, beside the sum of all that came before",
+    }[config.attn_res_form]
+    paper = "([Kimi Team, 2026](https://arxiv.org/abs/2603.15031))"
+    return f"Every attention and MLP reads {kind} of the embedding and of earlier {sources}{chosen} {place} {paper}."
 
 
 def _parameters(facts: Facts) -> str:

@@ -172,11 +172,13 @@ def depth_interventions(model: nn.Module, interventions: dict[int, torch.Tensor]
 
     Example:
         import torch
+        from transformers import AutoModelForCausalLM
         from modeling_attnres import depth_interventions
 
-        without_embedding = torch.tensor([False, True, True])  # site 9 reads three sources
-        with depth_interventions(model, {9: without_embedding}):
-            loss = model(ids, labels=ids).loss
+        model, ids = AutoModelForCausalLM.from_pretrained("ported"), torch.arange(3, 20)[None]
+        without_embedding = torch.tensor([False, True])  # site 1, the first MLP, reads two sources
+        with depth_interventions(model, {1: without_embedding}):
+            print(model(ids, labels=ids).loss)
     """
     decoder = next((module for module in model.modules() if hasattr(module, "attn_res_layout")), None)
     if decoder is None:

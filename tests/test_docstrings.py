@@ -14,7 +14,7 @@ from conversion.port import port_checkpoint
 from conversion.upcycle import upcycle_checkpoint
 from conversion.verify import verify_port
 from model_cards.card import write_card
-from modeling_attnres import depth_read, register_depth_reader, register_family_parts
+from modeling_attnres import depth_interventions, depth_read, register_depth_reader, register_family_parts
 from tests.conftest import ROOT
 from tests.families import BY_NAME
 
@@ -22,7 +22,15 @@ from tests.families import BY_NAME
 # In an order in which each finds what it needs.
 FUNCTIONS = [
     *(depth_read, register_depth_reader, register_family_parts),
-    *(port_checkpoint, verify_port, inspect_checkpoint, write_card, export_checkpoint, upcycle_checkpoint),
+    *(
+        port_checkpoint,
+        depth_interventions,
+        verify_port,
+        inspect_checkpoint,
+        write_card,
+        export_checkpoint,
+        upcycle_checkpoint,
+    ),
 ]
 
 

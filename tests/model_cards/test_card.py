@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 from common.errors import UserError
 from common.files import whole_file
 from conversion.export import export_checkpoint
-from conversion.port import Blocks, port_checkpoint
+from conversion.port import Blocks, Form, port_checkpoint
 from conversion.upcycle import upcycle_checkpoint
 from model_cards.__main__ import app
 from model_cards.card import CardError, write_card
@@ -203,7 +203,7 @@ def test_a_broken_checkpoint_is_refused(ported, break_it, says):
 def test_mistakes_name_the_file(source, ported, tmp_path):
     with pytest.raises(CardError, match="is no Attention Residuals family; port it first"):
         write_card(source)
-    with pytest.raises(UserError, match=r"result\.json cannot be read"):
+    with pytest.raises(UserError, match=r"result\.json is missing"):
         write_card(ported, training=tmp_path)
     with pytest.raises(CardError, match="has no column for ported; it has other, theirs"):
         write_card(ported, results=table(tmp_path, "/theirs", name="theirs"))
@@ -440,3 +440,15 @@ def test_the_cards_of_the_configurations_are_up_to_date(name, tmp_path):
     written = write_card(ROOT / "configuration" / name, output=tmp_path / "card.md")
     assert written.read_text() == (ROOT / "model_cards" / f"{name}.md").read_text()
     assert "without weights" in written.read_text()
+
+
+def test_a_card_says_which_form_it_is(tmp_path):
+    BY_NAME["Llama"].base_causal_lm().save_pretrained(tmp_path / "base")
+    form = Form("add", heads=4, weights="softmax")
+    port_checkpoint(str(tmp_path / "base"), tmp_path / "port", form=form)
+    card = (tmp_path / "port" / "README.md").read_text()
+    assert "times a learned gate, beside the sum of all that came before" in card
+    assert re.search(r"\| form +\| form add, heads 4 +\|", card)
+    port_checkpoint(str(tmp_path / "base"), tmp_path / "static", form=Form(weights="static_raw"))
+    card = (tmp_path / "static" / "README.md").read_text()
+    assert "reads a weighted sum of the embedding and of earlier blocks of layers, with weights that no token" in card

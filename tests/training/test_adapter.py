@@ -58,6 +58,29 @@ def test_merge_computes_the_same_and_keeps_what_the_base_had(lora, family, save_
     assert f"Merged from `model-{family.name}`, with the adapter `out/adapter`, of rank" in card
 
 
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"attn_res_form": "add", "attn_res_heads": 4},
+        {"attn_res_query": "input", "attn_res_query_rank": 3},
+        {"attn_res_weights": "static"},
+    ],
+    ids=["add", "input", "static"],
+)
+def test_every_form_is_trained_and_merged(fields, save_model, text_file, tmp_path):
+    """PEFT trains all of its parameters in full, and the merged model computes what base and adapter do."""
+    base = save_model(**fields)
+    adapter = train(base, text_file, tmp_path / "out")
+    succeed("merge", adapter, tmp_path / "merged")
+    models = [AutoModelForCausalLM.from_pretrained(folder) for folder in (base, tmp_path / "merged")]
+    before, after = (dict(model.model.attn_res.named_parameters()) for model in models)
+    for name, parameter in before.items():
+        assert not torch.equal(parameter, after[name]), name
+    expected = logits(AutoPeftModelForCausalLM.from_pretrained(adapter))
+    assert relative_error(logits(models[0]), expected) > 1e-3
+    assert relative_error(logits(models[1]), expected) <= 1e-5
+
+
 def test_layers_for_multi_token_prediction_are_kept(save_model, text_file, tmp_path):
     base = save_model("DeepseekV3", num_nextn_predict_layers=1)
     shard = base / "model.safetensors"

@@ -5,6 +5,7 @@ import re
 import textwrap
 
 from tests.conftest import ROOT
+from training.ablate import ablate_sources
 from training.adapter import merge_adapter
 from training.diagnose import diagnose_model
 from training.finetune import finetune_model
@@ -19,7 +20,7 @@ def test_examples_run_one_after_the_other(save_model, tmp_path, monkeypatch):
     (tmp_path / "LICENSE").write_text(words(3000))
     (tmp_path / "README.md").write_text(words(3000, 1))
     (tmp_path / "demo").symlink_to(ROOT / "demo")
-    for function in (finetune_model, merge_adapter, diagnose_model, pretrain_model):
+    for function in (finetune_model, merge_adapter, diagnose_model, ablate_sources, pretrain_model):
         (code,) = re.findall(r"```python\n(.*?)```", inspect.getdoc(function), re.DOTALL)
         exec(compile(textwrap.dedent(code), function.__name__, "exec"), {})
     assert {"tuned", "merged", "pictures", "trained"} <= {path.name for path in tmp_path.iterdir()}
