@@ -267,6 +267,13 @@ def test_what_does_not_fit_is_refused_before_training(save_config, text_file, tm
     refused("nothing.jsonl is missing", *command(config, tmp_path / "nothing.jsonl", tmp_path / "out"))
 
 
+def test_a_baseline_stops_at_a_loss_that_is_not_finite(save_config, text_file, tmp_path):
+    args = command(save_config(), text_file, tmp_path / "out", "--mode", "none", learning_rate=1e30, max_steps=90)
+    with pytest.warns(UserWarning, match=r"The loss at step \d is nan\. Training stops"):
+        refused("The held-out loss ended at nan: nothing was saved", *args)
+    assert not (tmp_path / "out/model").exists()
+
+
 def test_a_tokenizer_trained_on_the_data_goes_with_the_model(save_config, text_file, tmp_path):
     run(save_config(), text_file, tmp_path / "out", "--tokenizer", "train", "--set", "vocab_size=300")
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "out/model")
