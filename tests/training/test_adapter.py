@@ -70,7 +70,10 @@ def test_merge_computes_the_same_and_keeps_what_the_base_had(lora, family, save_
 def test_every_form_is_trained_and_merged(fields, save_model, text_file, tmp_path):
     """PEFT trains all of its parameters in full, and the merged model computes what base and adapter do."""
     base = save_model(**fields)
-    adapter = train(base, text_file, tmp_path / "out", "--learning_rate", "0.01")
+    model = AutoModelForCausalLM.from_pretrained(base)
+    model.model.attn_res.get_parameter(model.model.attn_res.moving).data.mul_(0.1)  # or rounding shows in every logit
+    model.save_pretrained(base)
+    adapter = train(base, text_file, tmp_path / "out")
     succeed("merge", adapter, tmp_path / "merged")
     models = [AutoModelForCausalLM.from_pretrained(folder) for folder in (base, tmp_path / "merged")]
     before, after = (dict(model.model.attn_res.named_parameters()) for model in models)
