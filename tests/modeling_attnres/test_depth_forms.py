@@ -14,7 +14,7 @@ from modeling_attnres.depth_forms import GeneralReader
 from modeling_attnres.depth_readers import TrainingReader
 from modeling_attnres.residual_stream import AddPass, ReplacePass
 from tests.conftest import ROOT
-from tests.families import BY_NAME, CACHE, Family, cache_of, randomise_depth, tokens
+from tests.families import BY_NAME, CACHE, TABLE, Family, cache_of, randomise_depth, tokens
 from tests.oracle import Recorder, expected_inputs, relative_error
 
 
@@ -54,6 +54,7 @@ GENERAL = {
 }
 FORMS = FAST | GENERAL
 WINDOWS = [None, 1, 3]
+SIX = BY_NAME | {"Gemma2": TABLE["gemma2"]}
 
 
 def readers_of(name: str) -> list[str]:
@@ -167,16 +168,14 @@ def test_cached_pieces_equal_the_full_pass_and_padding_changes_nothing(name):
         torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("family", ["Llama", "Mixtral", "Qwen3Moe", "DeepseekV3", "KimiLinear"])
+@pytest.mark.parametrize("family", SIX)
 @pytest.mark.parametrize("name", FORMS)
 def test_at_the_start_a_base_checkpoint_computes_what_it_did(name, family):
-    if family not in BY_NAME:
-        pytest.skip("this release of transformers lacks it")
-    base = BY_NAME[family].base_causal_lm()
+    base = SIX[family].base_causal_lm()
     add = FORMS[name].get("attn_res_form") == "add"
-    for layout in LAYOUTS.values():
-        config = BY_NAME[family].config(**FORMS[name], **layout, attn_res_scale_norm_eps=not add)
-        port = BY_NAME[family].ours("ForCausalLM")(config).eval()
+    for layout in ("full", "blocks of 2"):
+        config = SIX[family].config(**FORMS[name], **LAYOUTS[layout], attn_res_scale_norm_eps=not add)
+        port = SIX[family].ours("ForCausalLM")(config).eval()
         port.load_state_dict(base.state_dict(), strict=False)
         with torch.no_grad():
             error = relative_error(port(tokens()).logits, base(tokens()).logits)
