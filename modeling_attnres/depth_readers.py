@@ -197,19 +197,20 @@ class TwoPhaseReader(DepthReader):
     def read(running_sum_BTD: torch.Tensor | None, inputs: TwoPhaseInputs) -> tuple[torch.Tensor, None]:
         """Run phase 2. A softmax of two is a sigmoid; for few tokens the number of operations is what it costs."""
         query_D, scaled_eps, log_sum_exp_BT1, mixture_BTD = inputs
+        width = query_D.shape
         if running_sum_BTD is None:
-            return join_heads(mixture_BTD, query_D.shape), None
+            return join_heads(mixture_BTD, width), None
         dtype = query_D.dtype
         if running_sum_BTD.dtype != dtype:
             running_sum_BTD = running_sum_BTD.to(dtype)
-        running_sum_BTD = split_heads(running_sum_BTD, query_D.shape)
+        running_sum_BTD = split_heads(running_sum_BTD, width)
         # The running sum's logit, and how far phase 1's logit is above it
         product_BT1 = (running_sum_BTD * query_D).sum(-1, keepdim=True)  # faster than a matmul for one token
-        key_scale_BT1 = inverse_size(running_sum_BTD, query_D.shape, scaled_eps)
+        key_scale_BT1 = inverse_size(running_sum_BTD, width, scaled_eps)
         difference_BT1 = torch.addcmul(log_sum_exp_BT1, product_BT1, key_scale_BT1, value=-1)
         # The weight of phase 1's mixture is the sigmoid of that
         mixed_BTD = torch.lerp(running_sum_BTD, mixture_BTD, difference_BT1.sigmoid_())
-        return join_heads(mixed_BTD, query_D.shape), None
+        return join_heads(mixed_BTD, width), None
 
     def _phase_1(self, first_site: int) -> None:
         """Read all closed blocks at the sites from `first_site` to the end of its block, as far as results fit."""

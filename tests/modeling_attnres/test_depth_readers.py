@@ -129,3 +129,34 @@ def test_two_phases_equal_reads_one_by_one(dtype, layers_a_block, sublayers_kept
             for reader in (eager, two_phase):
                 reader.append(values[layer] * 0.5)
     assert all(torch.equal(tensor, before) for tensor, before in given)
+
+
+@given(
+    seed=st.integers(0, 2**31),
+    num_blocks=st.integers(1, 6),
+    heads=st.sampled_from([2, 3, 4]),
+    query_norm=st.sampled_from([0.0, 1.0, 30.0, 1e3]),
+    size=st.sampled_from([1e-6, 1.0, 1e4]),
+    with_running=st.booleans(),
+)
+@settings(max_examples=60)
+def test_heads_are_reads_of_parts_of_the_width(seed, num_blocks, heads, query_norm, size, with_running):
+    """In float64, by its definition: the key norm is over the whole width, the softmax over each part's own logits."""
+    blocks, running, query = draw_case(seed, num_blocks, width=12, query_norm=query_norm, size=size)
+    sources = torch.stack([*blocks, running] if with_running else blocks).double()
+    keys = sources / (sources**2).mean(-1, keepdim=True).add(EPS).sqrt()
+    expected = []
+    for part in torch.arange(12).chunk(heads):
+        weights = (keys[..., part] @ query[part].double()).softmax(0)
+        expected.append((weights[..., None] * sources[..., part]).sum(0))
+    expected = torch.cat(expected, -1)
+    for reader_class in (EagerReader, TrainingReader, TwoPhaseReader):
+        layout = BlockLayout(num_blocks, tuple(range(num_blocks)))
+        queries = (query * 12**0.5).view(heads, -1).expand(layout.num_sites, -1, -1)
+        reader = reader_class(DepthParameters(queries), EPS, layout)
+        ReplacePass(reader).enter_layer(0, blocks[0])
+        for block in blocks[1:]:
+            reader.append(block)
+        found, _ = reader.read(running if with_running else None, reader.inputs_for(2 * num_blocks - 2))
+        assert found.isfinite().all()
+        assert relative_error(found, expected) <= 2 * TOLERANCE[torch.float32] + roundings(query_norm, torch.float32)
