@@ -22,7 +22,7 @@ def commands() -> None:
 def write(
     path: Annotated[Path, typer.Argument(help="A checkpoint's folder, or a configuration's.")],
     results: Annotated[Path | None, typer.Option(help="The table.json of `python -m eval run`.")] = None,
-    training: Annotated[Path | None, typer.Option(help="The output folder of `python -m training finetune`.")] = None,
+    training: Annotated[Path | None, typer.Option(help="What `python -m training` wrote to.")] = None,
     output: Annotated[Path | None, typer.Option(help="The file to write. Default: PATH/README.md.")] = None,
 ) -> None:
     """Write the card of PATH from the files that lie there, and from results. It claims no figure that no file has."""

@@ -50,18 +50,18 @@ class Score:
 @strict
 @dataclass
 class Training:
-    """What the `result.json` of `python -m training finetune` says of a run."""
+    """What the `result.json` of `python -m training finetune` or `pretrain` says of a run."""
 
     steps: int
     before: int | float
     after: int | float
     data: list[str]
     length: int
-    lora: str
-    rank: int
-    alpha: int
-    depth: bool | None
-    control: bool
+    lora: str | None = None  # and what follows: of fine-tuning only
+    rank: int = 0
+    alpha: int = 0
+    depth: bool | None = None
+    control: bool = False
 
     def validate_losses(self) -> None:
         if not math.isfinite(self.before) or not math.isfinite(self.after):
@@ -98,7 +98,7 @@ def write_card(
     Args:
         path: the folder.
         results: a `table.json` of `python -m eval run` with a column for this model.
-        training: the output folder of `python -m training finetune`.
+        training: the output folder of `python -m training finetune` or `pretrain`.
         output: the file to write. Default: `README.md` in the folder.
         name: the model's name. Default: the folder's.
 
@@ -168,9 +168,10 @@ def _scores(file: Path, path: Path, name: str) -> list[Score]:
 def _training(file: Path) -> Training:
     """Read the record of a training run."""
     result = _json(file)
-    with reading(f"{file} as the result of `python -m training finetune`"):
+    with reading(f"{file} as the result of `python -m training finetune` or `pretrain`"):
         loss, recipe = result["held_out_loss"], result["recipe"]
-        fields = ("data", "length", "lora", "rank", "alpha", "depth", "control")
+        pretrained = "config" in recipe
+        fields = ("data", "length", *(() if pretrained else ("lora", "rank", "alpha", "depth", "control")))
         return Training(result["steps"], loss["before"], loss["after"], **{field: recipe[field] for field in fields})
 
 
@@ -319,16 +320,16 @@ def _made(facts: Facts) -> str:
 
 
 def _trained(run: Training) -> str:
+    data = ", ".join(code(Path(file).name) for file in run.data)
+    change = f"The loss on held-out text went from {run.before:.4f} to {run.after:.4f} nats a token (`result.json`)."
+    if run.lora is None:
+        return f"Trained from random weights for {run.steps} steps on {data}, rows of {run.length} tokens. {change}"
     learned = []
     if run.lora != "none":
         learned.append(f"LoRA on {plain(run.lora)} (rank {run.rank}, alpha {run.alpha})")
     if run.depth is not False and not run.control:
         learned.append("the depth parameters in full")
-    data = ", ".join(code(Path(file).name) for file in run.data)
-    return (
-        f"Fine-tuned for {run.steps} steps on {data}, rows of {run.length} tokens: {' and '.join(learned)}. "
-        f"The loss on held-out text went from {run.before:.4f} to {run.after:.4f} nats a token (`result.json`)."
-    )
+    return f"Fine-tuned for {run.steps} steps on {data}, rows of {run.length} tokens: {' and '.join(learned)}. {change}"
 
 
 def _shards(hashes: dict[str, str]) -> str:

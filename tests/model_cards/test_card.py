@@ -181,6 +181,16 @@ def test_figures_in_a_card_have_a_file(ported, tmp_path):
         assert number.rstrip("0").rstrip(".") in backing or any(number in figure for figure in rounded), number
 
 
+def test_a_model_trained_from_random_weights_says_so(tmp_path):
+    BY_NAME["Llama"].causal_lm().save_pretrained(tmp_path / "model")
+    recipe = {"config": "demo/tiny", "data": ["texts/a.jsonl"], "length": 64}
+    result = {"steps": 7, "held_out_loss": {"before": 8.5, "after": 4.25}, "recipe": recipe}
+    (tmp_path / "result.json").write_text(json.dumps(result))
+    card = write_card(tmp_path / "model", training=tmp_path).read_text()
+    assert "Trained from random weights for 7 steps on `a.jsonl`, rows of 64 tokens." in card
+    assert "went from 8.5000 to 4.2500 nats a token" in card
+
+
 @pytest.mark.parametrize(
     ("break_it", "says"),
     [
