@@ -2,8 +2,8 @@
 
     python -m training.reports.replication.report
 
-Prints a table of what is recorded so far; writes results.json and, beside it, curves, magnitudes and gradients by layer, and
-the depth weights of one run of each arm.
+Prints a table of what is recorded so far; writes results.json and, beside it, curves, magnitudes and gradients by
+layer, and the depth weights of one run of each arm.
 """
 
 import json
@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.table import Table
 from scipy import stats
 
-from training.pictures import draw_by_layer, draw_losses, draw_depth_weights
+from training.pictures import draw_by_layer, draw_depth_weights, draw_losses
 
 
 HERE = Path(__file__).parent
