@@ -423,7 +423,8 @@ PART_NAMES = {
 EPS_NAMES = ("variance_epsilon", "eps", "epsilon")
 
 
-# What reads the residual stream itself where there are no pre-norms: the form "add" can go with it.
+# A layer with these norms and none before attention is a post-norm layer: attention and MLP read the stream themselves.
+POST_NORMS = {"post_attention_layernorm", "post_feedforward_layernorm"}
 SUBLAYER_NAMES = (("self_attn", "linear_attn"), ("mlp",))
 
 
@@ -437,10 +438,10 @@ def find_part(model_type: str, part: str, names: set[str]) -> str | None:
 def find_reads(model_type: str, additive: bool, names: set[str]) -> list[str | None]:
     """Return the names of the two modules that read the residual stream, of those that a layer has.
 
-    They are the norms before attention and MLP or, in the form "add", these themselves where nothing is before them.
+    They are the norms before attention and MLP or, in the form "add", these themselves in a post-norm layer.
     """
     norms = [find_part(model_type, part, names) for part in ("attention_norm", "mlp_norm")]
-    if additive and norms[0] is None:
+    if additive and norms[0] is None and names >= POST_NORMS:
         return [next((name for name in candidates if name in names), None) for candidates in SUBLAYER_NAMES]
     return norms
 
@@ -578,8 +579,8 @@ def with_signature_of(function: Callable, base: Callable) -> Callable:
 def check_family(base: type[PreTrainedModel], config_class: type) -> None:
     """Raise a FamilyError unless the family's model runs decoder layers whose forward uses what reads depth.
 
-    That is two norms or, for the form "add", attention and MLP without any before them. What only a run can tell (a
-    sublayer that reads no norm, parallel blocks), the `ResidualStream` finds.
+    That is two norms or, for the form "add", attention and MLP of a post-norm layer. What only a run can tell (a sublayer
+    that reads no norm, parallel blocks), the `ResidualStream` finds.
     """
     decoder = getattr(transformers, config_class.class_names()["AutoModel"].removeprefix(PREFIX))
     classes = [value for value in vars(sys.modules[base.__module__]).values() if isinstance(value, type)]

@@ -21,7 +21,7 @@ pytestmark = [
     pytest.mark.skipif(importlib.util.find_spec("mergekit") is None, reason="mergekit: pip install '.[merging]'"),
 ]
 
-CODE = Path(modeling_attnres.__file__)
+CODE = Path(modeling_attnres.__file__).parent
 LINEAR = {
     "models": [{"model": f"port{index}", "parameters": {"weight": weight}} for index, weight in ((0, 0.3), (1, 0.7))],
     "merge_method": "linear",
@@ -48,7 +48,8 @@ def merge(folder, recipe):
     arguments = ["-m", "mergekit.scripts.run_yaml", "recipe.yml", "merged", *options]
     environment = os.environ | {"HF_MODULES_CACHE": str(folder / "modules")}
     subprocess.run([sys.executable, *arguments], cwd=folder, env=environment, check=True, capture_output=True)
-    (folder / "merged" / CODE.name).write_bytes(CODE.read_bytes())
+    for path in CODE.glob("*.py"):
+        (folder / "merged" / path.name).write_bytes(path.read_bytes())
     return folder / "merged"
 
 

@@ -6,7 +6,6 @@ import pytest
 import torch
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from transformers import AutoModelForCausalLM
-from transformers.utils.logging import set_verbosity_error
 
 from modeling_attnres import DepthAttention, depth_interventions
 from modeling_attnres.depth_attention import EagerReader
@@ -324,7 +323,6 @@ def test_layers_of_add_recomputed_from_outside_have_the_same_gradients():
 @pytest.mark.parametrize("name", ["1 head", "4 heads", "add", "static", "sigmoid"])
 def test_interventions_change_what_a_site_reads(name):
     """Against the oracle's numbers: masked, the others share; forced, the mixture is that of the weights given."""
-    set_verbosity_error()
     model, ids, site = model_of(name, "blocks of 2"), tokens(), 8
     with torch.no_grad():
         plain = model(ids, output_depth_attentions=True)

@@ -97,7 +97,7 @@ def test_the_implementation_is_set_at_load_and_not_saved(tmp_path):
     model.save_pretrained(tmp_path)
     assert "implementation" not in (tmp_path / "config.json").read_text()
     assert load(tmp_path).config.attn_res_implementation == "auto"
-    with pytest.raises(ValueError, match=r"must be one of 'auto', 'eager', 'training', 'two_phase'.*, got 'fast'"):
+    with pytest.raises(ValueError, match=r"must be one of 'auto', 'eager', 'general', .*, got 'fast'"):
         load(tmp_path, attn_res_implementation="fast")
 
 
