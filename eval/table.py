@@ -13,7 +13,7 @@ import numpy as np
 from scipy import stats
 
 from common.files import whole_file
-from model_cards.markdown import table as markdown_table
+from common.markdown import table as markdown_table
 
 from .benchmarks import Benchmark
 from .run import Outcome

@@ -15,10 +15,10 @@ from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, PreTrained
 
 from common.errors import UserError, describe, reading
 from common.files import check_file, whole_file
+from common.markdown import code, link, plain, python_string, table
 from modeling_attnres import is_depth_parameter  # the import lets the Auto classes find the families, too
 
 from .blocks import describe_blocks, describe_form, draw_blocks
-from .markdown import code, link, plain, python_string, table
 from .provenance import Provenance, is_hub_id, read
 
 

@@ -579,8 +579,8 @@ def with_signature_of(function: Callable, base: Callable) -> Callable:
 def check_family(base: type[PreTrainedModel], config_class: type) -> None:
     """Raise a FamilyError unless the family's model runs decoder layers whose forward uses what reads depth.
 
-    That is two norms or, for the form "add", attention and MLP of a post-norm layer. What only a run can tell (a sublayer
-    that reads no norm, parallel blocks), the `ResidualStream` finds.
+    That is two norms or, for the form "add", attention and MLP of a post-norm layer. What only a run can tell (a
+    sublayer that reads no norm, parallel blocks), the `ResidualStream` finds.
     """
     decoder = getattr(transformers, config_class.class_names()["AutoModel"].removeprefix(PREFIX))
     classes = [value for value in vars(sys.modules[base.__module__]).values() if isinstance(value, type)]

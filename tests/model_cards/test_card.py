@@ -14,12 +14,12 @@ from typer.testing import CliRunner
 
 from common.errors import UserError
 from common.files import whole_file
+from common.markdown import plain
 from conversion.export import export_checkpoint
 from conversion.port import Blocks, Form, port_checkpoint
 from conversion.upcycle import upcycle_checkpoint
 from model_cards.__main__ import app
 from model_cards.card import CardError, write_card
-from model_cards.markdown import plain
 from model_cards.provenance import Provenance, Verified, hash_files, of_card, read
 from tests.families import BY_NAME, FAMILIES
 

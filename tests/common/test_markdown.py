@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from markdown_it import MarkdownIt
 
 from common.errors import one_line
-from model_cards.markdown import code, plain, python_string, table
+from common.markdown import code, plain, python_string, table
 
 
 texts = st.text(st.characters() | st.sampled_from("\\`*_[]()<>|~&#$!:@\"'.\n- ="))
