@@ -147,6 +147,12 @@ class TestServe:
             command = [*COMMAND, "chat", "ported", address, "do_sample=False", f"max_new_tokens={NEW}"]
             environment = online | {"HF_HUB_DISABLE_UPDATE_CHECK": "1", "COLUMNS": "1000"}
             chat = subprocess.run(
-                command, input=f"{QUESTION}\n!exit\n", env=environment, capture_output=True, text=True, check=True
+                # "n": it asks whether to go on where the limit was reached
+                command,
+                input=f"{QUESTION}\nn\n!exit\n",
+                env=environment,
+                capture_output=True,
+                text=True,
             )
+        assert chat.returncode == 0, chat.stderr
         assert " ".join(answer.split()) in " ".join(chat.stdout.split())
