@@ -2,7 +2,6 @@
 
 import json
 import shutil
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,7 +18,7 @@ class Experiment:
     Args:
         records: the JSON Lines file that a record of every run is added to.
         runs: the folder in which runs are made.
-        command: what makes one, `pretrain` or `finetune`.
+        command: what makes one: `PRETRAIN` or `FINETUNE`.
         plan: returns, from the records by name, the options by name of the runs that can be made now.
         prepare: refuses a run's options, before any starts.
         measure: returns the record of a finished run, from its name and its folder.
@@ -27,7 +26,7 @@ class Experiment:
 
     records: Path
     runs: Path
-    command: str
+    command: tuple[str, ...]
     plan: Callable[[dict[str, dict]], dict[str, dict]]
     prepare: Callable[[list[str]], object]
     measure: Callable[[str, Path], dict]
@@ -59,12 +58,12 @@ def carry_out(experiment: Experiment, jobs: int, most: int | None = None) -> Non
     Raises:
         UserError: as `run_sweep`.
     """
-    command, made = (sys.executable, "-m", "training", experiment.command), 0
+    made = 0
     while (runs := experiment.planned()) and (most is None or made < most):
         names = list(runs)[: jobs if most is None else min(jobs, most - made)]
         print(f"{len(runs)} runs can be made; now {', '.join(names)}", flush=True)
         sweep = Sweep(experiment.runs, {name: runs[name] for name in names}, last=(MODEL, ADAPTER))
-        run_sweep(sweep, jobs, experiment.prepare, command)
+        run_sweep(sweep, jobs, experiment.prepare, experiment.command)
         for name in names:
             experiment.add_record({"name": name} | experiment.measure(name, experiment.runs / name))
             shutil.rmtree(experiment.runs / name)

@@ -24,7 +24,7 @@ from .options import as_command, read_options, underscored
 from .pretrain import MODEL
 
 
-PRETRAIN = (sys.executable, "-m", "training", "pretrain")
+PRETRAIN, FINETUNE = ((sys.executable, "-m", "training", command) for command in ("pretrain", "finetune"))
 OWN = ("output", "output_dir", "resume", "resume_from_checkpoint")  # options that the sweep gives itself
 
 
