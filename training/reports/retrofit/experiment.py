@@ -22,9 +22,10 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 from conversion.port import Blocks, Form, port_checkpoint
 from training.__main__ import finetune_options
 from training.adapter import is_of_standard_residuals, load_adapter, read_adapter
+from training.checkpoints import hash_file
 from training.experiment import Experiment, carry_out
 from training.finetune import ADAPTER, check_arguments
-from training.loading import load_attnres_config, load_weights
+from training.loading import TrainingError, load_attnres_config, load_weights
 from training.pretrain import MODEL
 from training.sweep import FINETUNE
 
@@ -157,6 +158,22 @@ def port_source(experiment: dict) -> None:
             port_checkpoint(experiment["source"], target, blocks, link=True, form=form)
 
 
+def record_source(experiment: Experiment) -> None:
+    """Record the losses of the source itself, and the corpus that all runs are of.
+
+    Raises:
+        TrainingError: what is recorded is of another corpus.
+    """
+    records = experiment.read_records()
+    corpus = {path.stem: hash_file(path) for path in sorted(WORK.glob("*.jsonl"))}
+    if SOURCE not in records:
+        source = AutoModelForCausalLM.from_pretrained(read_experiment()["source"]).eval()
+        rows = measure_parts(source, ["choosing", "held_out", "unlike"])
+        experiment.add_record({"name": SOURCE, "corpus": corpus, "rows": rows})
+    elif records[SOURCE]["corpus"] != corpus:
+        raise TrainingError(f"{experiment.records} is of another corpus than {WORK}. Move it away to start anew.")
+
+
 def main(jobs: int, most: int | None) -> None:
     """Make runs, `jobs` at a time, until there are none, or `most` are made."""
     port_source(read_experiment())
@@ -169,10 +186,7 @@ def main(jobs: int, most: int | None) -> None:
         prepare=lambda given: check_arguments(*parser.parse(given)),
         measure=measure_run,
     )
-    if SOURCE not in experiment.read_records():
-        source = AutoModelForCausalLM.from_pretrained(read_experiment()["source"]).eval()
-        rows = measure_parts(source, ["choosing", "held_out", "unlike"])
-        experiment.add_record({"name": SOURCE, "rows": rows})
+    record_source(experiment)
     carry_out(experiment, jobs, most)
 
 
