@@ -4,6 +4,7 @@ import contextlib
 import math
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Literal
 
 import torch
 from peft import PeftModel, get_peft_model
@@ -29,6 +30,10 @@ class Distillation(Tuning):
     _argument_group_name = "distillation"
 
     model: str = field(metadata={"help": "The student: a local folder or hub id of a base family's model."})
+    lora: Literal["all-linear", "attention", "experts", "full"] = field(
+        default="all-linear",
+        metadata={"help": "The modules that LoRA adapts, which is merged at the end; full: all weights are trained."},
+    )
     teacher: str = field(
         metadata={"help": "The model to learn from, with the same tokens: a trained port, its adapter merged."}
     )
@@ -97,8 +102,6 @@ def check_arguments(recipe: Distillation, arguments: Arguments) -> tuple[PreTrai
         raise TrainingError(
             f"{recipe.teacher}: vocab_size {teacher.vocab_size}, expected {student.vocab_size} as in {recipe.model}."
         )
-    if recipe.lora == "none":
-        raise TrainingError("--lora none leaves nothing to train.")
     if not 0 < recipe.temperature < math.inf:
         raise TrainingError(f"--temperature must be above 0, got {recipe.temperature}.")
     if not 0 <= recipe.cross_entropy < math.inf:

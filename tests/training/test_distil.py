@@ -156,7 +156,7 @@ def test_what_cannot_work_is_refused_before_a_model_is_loaded(
 
     refuse("has Attention Residuals; expected a model of the base family", base=teacher)
     refuse("vocab_size 200, expected 99", teacher=save_model("Qwen3Moe", vocab_size=200))
-    refuse("--lora none leaves nothing to train", "--lora", "none")
+    refuse("argument --lora: invalid choice: 'none'", "--lora", "none")
     refuse("--temperature must be above 0, got 0.0", "--temperature", "0")
     refuse("--cross-entropy must be 0 or more, got -1.0", "--cross-entropy", "-1")
     refuse("--dora: a kind of LoRA, and --lora full has none", "--lora", "full", "--dora")
