@@ -273,7 +273,7 @@ def _finetune(recipe: Recipe, arguments: Arguments, config: PreTrainedConfig) ->
             "recipe": settings,
             "log": trainer.state.log_history,
         }
-        model.config.use_cache = True
+        model.config.use_cache = True  # which is off while training
         save_results(trainer, target, result, run, tokenizer if recipe.is_full else None)
     if arguments.should_save:
         before, after, steps = losses["before"], losses["after"], result["steps"]
