@@ -61,6 +61,11 @@ class Benchmark:
         """Whether a task runs code that the model writes."""
         return any(task.config.unsafe_code for task in self.tasks.values())
 
+    @property
+    def is_chat(self) -> bool:
+        """Whether a task asks as in a chat, which only a chat template can write."""
+        return any((task.config.metadata or {}).get("chat", False) for task in self.tasks.values())
+
     @cached_property
     def fingerprint(self) -> str:
         """A hash of what the tasks do, the same in every process and every clone.

@@ -166,6 +166,8 @@ def run_benchmarks(
     log.info("Reading the data of %d benchmarks", len(names))
     with local_data.local(data) if data else contextlib.nullcontext([]) as missing:
         benchmarks = build(manager, names, missing)
+    if not settings.chat_template and (chats := [benchmark.name for benchmark in benchmarks if benchmark.is_chat]):
+        raise EvalError(f"{', '.join(chats)}: asked as in a chat, so its prompts need the model's: --chat-template.")
     if not settings.trust_remote_code and settings.backend == "hf":
         for subject in subjects:
             _refuse_code(subject)

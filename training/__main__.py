@@ -1,4 +1,4 @@
-"""Train a model from random weights, fine-tune one, merge what was learned, and see what depth attention does."""
+"""Train a model from random weights, fine-tune one, bring what it learned elsewhere, see what depth attention does."""
 
 from argparse import SUPPRESS
 from pathlib import Path
@@ -10,6 +10,7 @@ from common.errors import command_line
 
 from .adapter import merge_adapter
 from .diagnose import diagnose_model
+from .distil import Distillation, distil_model
 from .finetune import Recipe, finetune_model
 from .options import Arguments, OptionParser
 from .pretrain import Pretraining, prepare_run, pretrain_model
@@ -25,7 +26,7 @@ app = command_line(__doc__)
     add_help_option=False,
 )
 def finetune(context: typer.Context) -> None:
-    """Fine-tune with PEFT: LoRA on chosen modules, the depth parameters in full beside it."""
+    """Fine-tune: LoRA on chosen modules and the depth parameters in full beside it, or all weights."""
     recipe, arguments = finetune_options().parse(context.args)
     finetune_model(recipe, arguments)
 
@@ -73,6 +74,29 @@ def pretrain_options() -> OptionParser:
         epilog="Example: python -m training pretrain --config demo/tiny --data LICENSE README.md --tokenizer train "
         "--held-out 0.5 --output trained --mode full --set vocab_size=512 --length 64 --max-steps 20 "
         "--learning-rate 1e-3 --lr-scheduler-type cosine",
+    )
+
+
+@app.command(
+    context_settings={"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []},
+    add_help_option=False,
+)
+def distil(context: typer.Context) -> None:
+    """Bring what a trained port learned into its plain base, which is served without this library."""
+    recipe, arguments = distil_options().parse(context.args)
+    distil_model(recipe, arguments)
+
+
+def distil_options() -> OptionParser:
+    """Make the parser of what `distil` is given."""
+    return OptionParser(
+        Distillation,
+        Arguments,
+        usage="python -m training distil [RECIPE.yaml] --model BASE --teacher MERGED --data FILE … --output FOLDER […]",
+        description=f"{distil.__doc__} Options are written with - or _ between words. A YAML or JSON file of them "
+        "('temperature: 2', one per line) may come first; the options after it override it.",
+        epilog="Example: python -m training distil --model demo/checkpoints/SmolLM2-135M-Instruct --teacher merged "
+        "--data notes.txt --output plain --lora full --max-steps 200 --learning-rate 3e-5",
     )
 
 

@@ -1,4 +1,4 @@
-"""Fine-tuning: PEFT on top of transformers' Trainer, the depth queries trained in full beside LoRA."""
+"""Fine-tuning on transformers' Trainer: LoRA by PEFT with the depth queries in full beside it, or all weights."""
 
 import contextlib
 import math
@@ -20,37 +20,63 @@ from transformers import (
 
 from common.errors import reading
 from common.files import hold_folder
+from modeling_attnres import is_depth_parameter
 
 from .checkpoints import begin_run, checkpoint_to_resume, describe_run, hash_file
 from .data import Collator, read_rows
 from .loading import TrainingError, load_attnres_config, load_tokenizer, load_weights
 from .monitor import DepthMonitor
 from .options import Arguments, check_devices, check_trainer_options
+from .pretrain import MODEL
 from .trainer import DepthTrainer, save_results, telling_how_to_continue, train_and_evaluate
 
 
-ADAPTER = "adapter"  # the folder that is there when a run is finished
+ADAPTER = "adapter"  # the folder that is there when a run is finished; MODEL where all weights were trained
 MIXERS = ("self_attn", "linear_attn", "mamba")  # what attention, or what stands in its place, is called in a layer
 PROBE = 128  # tokens of the first held-out row that the monitor reads depth weights of
 
 
 @dataclass
-class Recipe:
-    """What to train on what; how long, how fast and where is said by `training.options.Arguments`."""
-
-    _argument_group_name = "recipe"
+class Tuning:
+    """What of a model to train on what text; how long, how fast and where is said by `training.options.Arguments`."""
 
     model: str = field(metadata={"help": "A local folder or hub id of a model with Attention Residuals."})
     data: list[Path] = field(
         metadata={"help": "Files: .jsonl with 'text' or 'messages', any other is one text.", "action": "extend"}
     )
-    lora: Literal["all-linear", "attention", "experts", "none"] = field(
-        default="all-linear", metadata={"help": "The modules that LoRA adapts."}
+    lora: Literal["all-linear", "attention", "experts", "none", "full"] = field(
+        default="all-linear",
+        metadata={
+            "help": "The modules that LoRA adapts; full: no LoRA, all weights are trained and a model is written."
+        },
     )
     rank: int = field(default=16, metadata={"help": "LoRA's rank."})
     alpha: int = field(default=32, metadata={"help": "LoRA's alpha."})
     dora: bool = field(default=False, metadata={"help": "Use weight-decomposed LoRA (DoRA)."})
     rslora: bool = field(default=False, metadata={"help": "Scale LoRA by alpha / √rank."})
+    length: int = field(default=512, metadata={"help": "The number of tokens per row, at most."})
+    packed: bool = field(
+        default=True, metadata={"help": "Whether several texts, which do not see each other, share a row."}
+    )
+    held_out: float = field(
+        default=0.05, metadata={"help": "The share of tokens, the last ones, that measure the held-out loss."}
+    )
+    trust_remote_code: bool = field(
+        default=False, metadata={"help": "Run the code of a tokenizer that lies beside the checkpoint."}
+    )
+
+    @property
+    def is_full(self) -> bool:
+        """Whether all weights are trained."""
+        return self.lora == "full"
+
+
+@dataclass
+class Recipe(Tuning):
+    """What to fine-tune, and its depth parameters."""
+
+    _argument_group_name = "recipe"
+
     depth: bool | None = field(
         default=None,
         metadata={
@@ -63,19 +89,9 @@ class Recipe:
         default=1e-4,
         metadata={"help": "The learning rate of the depth parameters; weight decay never applies to them."},
     )
-    length: int = field(default=512, metadata={"help": "The number of tokens per row, at most."})
-    packed: bool = field(
-        default=True, metadata={"help": "Whether several texts, which do not see each other, share a row."}
-    )
-    held_out: float = field(
-        default=0.05, metadata={"help": "The share of tokens, the last ones, that measure the held-out loss."}
-    )
     control: bool = field(default=False, metadata={"help": "Load the model with standard residuals, for comparison."})
     quantise: Literal["4bit", "8bit"] | None = field(
         default=None, metadata={"help": "Quantise the frozen weights (with bitsandbytes)."}
-    )
-    trust_remote_code: bool = field(
-        default=False, metadata={"help": "Run the code of a tokenizer that lies beside the checkpoint."}
     )
 
 
@@ -96,13 +112,12 @@ def load_model(recipe: Recipe, config: PreTrainedConfig, dtype: torch.dtype) -> 
     return model
 
 
-def lora_config(recipe: Recipe, model: PreTrainedModel) -> LoraConfig:
-    """Say what PEFT trains of this model.
+def lora_config(recipe: Tuning, model: PreTrainedModel, depth: bool = False) -> LoraConfig:
+    """Say what PEFT trains of this model, its depth parameters included if `depth`.
 
     Raises:
         TrainingError: there is nothing to train, or no experts to adapt.
     """
-    depth = has_depth(recipe, model.config)
     # Modules are adapted by name; experts are one tensor per layer, which PEFT calls a parameter
     targets, parameters = {
         "all-linear": ("all-linear", None),
@@ -156,30 +171,39 @@ def _expert_parameters(model: PreTrainedModel) -> list[str]:
     )
 
 
-def check_arguments(recipe: Recipe, arguments: Arguments) -> PreTrainedConfig:
-    """Refuse what cannot work before data is read; returns the model's config."""
-    config = load_attnres_config(recipe.model)
-    # Numbers out of range
+def check_tuning(recipe: Tuning, arguments: Arguments, config: PreTrainedConfig) -> None:
+    """Refuse numbers out of range, and what a model of this config cannot be trained with."""
     if not 0 < recipe.held_out < 1:
         raise TrainingError(f"--held-out must lie between 0 and 1, got {recipe.held_out}.")
     if recipe.length < 2:
         raise TrainingError(f"--length must be at least 2 tokens, got {recipe.length}.")
-    if not 0 <= recipe.depth_lr < math.inf:
-        raise TrainingError(f"--depth-lr must be 0 or more, got {recipe.depth_lr}.")
     for name, value in (
         ("--rank", recipe.rank),
         ("--alpha", recipe.alpha),
     ):
         if value < 1:
             raise TrainingError(f"{name} must be at least 1, got {value}.")
+    for option, is_given in (("--dora", recipe.dora), ("--rslora", recipe.rslora)):
+        if recipe.is_full and is_given:
+            raise TrainingError(f"{option}: a kind of LoRA, and --lora full has none.")
     check_trainer_options(arguments)
-    # What this model cannot be trained with
     if recipe.packed and "linear_attention" in getattr(config, "layer_types", []):
         raise TrainingError(
             f"--packed: the linear attention of {config.model_type} carries its state from one packed text into the "
             "next. Use --no-packed."
         )
-    if has_depth(recipe, config) and arguments.fsdp and arguments.fsdp_config.get("activation_checkpointing"):
+
+
+def check_arguments(recipe: Recipe, arguments: Arguments) -> PreTrainedConfig:
+    """Refuse what cannot work before data is read; returns the model's config."""
+    config = load_attnres_config(recipe.model)
+    check_tuning(recipe, arguments, config)
+    if not 0 <= recipe.depth_lr < math.inf:
+        raise TrainingError(f"--depth-lr must be 0 or more, got {recipe.depth_lr}.")
+    if recipe.is_full and recipe.quantise is not None:
+        raise TrainingError(f"--quantise {recipe.quantise}: quantised weights are frozen, and --lora full trains them.")
+    by_peft = has_depth(recipe, config) and not recipe.is_full
+    if by_peft and arguments.fsdp and arguments.fsdp_config.get("activation_checkpointing"):
         raise TrainingError(
             "fsdp_config['activation_checkpointing']: accelerate would wrap the depth parameters that PEFT trains, and "
             "PEFT could not save them. Use --activation_checkpointing True."
@@ -189,7 +213,9 @@ def check_arguments(recipe: Recipe, arguments: Arguments) -> PreTrainedConfig:
 
 
 def finetune_model(recipe: Recipe, arguments: Arguments) -> dict:
-    """Train, and write `adapter/` and `result.json` to the output folder, together; returns the result.
+    """Train, and write `adapter/` (or `model/`: all weights) and `result.json` to the output folder, together.
+
+    Returns the result.
 
     Example:
         ```python
@@ -216,27 +242,21 @@ def finetune_model(recipe: Recipe, arguments: Arguments) -> dict:
 
 def _finetune(recipe: Recipe, arguments: Arguments, config: PreTrainedConfig) -> dict:
     output = Path(arguments.output_dir)
-    if (output / ADAPTER).exists():
-        raise TrainingError(f"{output / ADAPTER} exists: this run is finished. Choose another --output.")
+    target = new_target(output, MODEL if recipe.is_full else ADAPTER)
 
     # The data, which is read before anything is written
     tokenizer = load_tokenizer(recipe.model, recipe.trust_remote_code)
-    how = {"length": recipe.length, "packed": recipe.packed, "held_out": recipe.held_out}
-    rows, held_out_rows = read_rows(recipe.data, tokenizer, config.vocab_size, **how)
-    settings = asdict(recipe) | {"data": [str(path) for path in recipe.data]}
-    folder = Path(recipe.model)
-    decisive = {
-        "model": str(folder.resolve()) if folder.exists() else recipe.model,
-        "data": [hash_file(path) for path in recipe.data],  # wherever they lie
-        "depth": has_depth(recipe, config),
-    }
+    rows, held_out_rows = rows_of(recipe, tokenizer, config)
+    settings, decisive = settings_of(recipe)
+    decisive |= {"depth": has_depth(recipe, config)}
     run, resume = describe_run(settings | decisive, arguments), arguments.resume_from_checkpoint
     checkpoint = checkpoint_to_resume(output, resume, run)
 
     # The model
     set_seed(arguments.seed)
     model = load_adapted_model(recipe, arguments, config)
-    model.print_trainable_parameters()
+    if not recipe.is_full:
+        model.print_trainable_parameters()
 
     # The trainer
     trainer = make_trainer(recipe, arguments, model, tokenizer, rows, held_out_rows)
@@ -253,20 +273,57 @@ def _finetune(recipe: Recipe, arguments: Arguments, config: PreTrainedConfig) ->
             "recipe": settings,
             "log": trainer.state.log_history,
         }
-        save_results(trainer, output / ADAPTER, result, run)
+        model.config.use_cache = True  # which is off while training
+        save_results(trainer, target, result, run, tokenizer if recipe.is_full else None)
     if arguments.should_save:
         before, after, steps = losses["before"], losses["after"], result["steps"]
-        print(f"held-out loss: {before:.4f} before, {after:.4f} after {steps} steps; {output / ADAPTER}")
+        print(f"held-out loss: {before:.4f} before, {after:.4f} after {steps} steps; {target}")
     return result
 
 
-def load_adapted_model(recipe: Recipe, arguments: Arguments, config: PreTrainedConfig) -> PeftModel:
-    """Load the model with what PEFT trains of it."""
-    dtype = torch.bfloat16 if arguments.bf16 and recipe.quantise is None else torch.float32
-    base = load_model(recipe, config, dtype)
+def new_target(output: Path, name: str) -> Path:
+    """Return the folder that a run is to write, unless one has been written.
+
+    Raises:
+        TrainingError: the run is finished.
+    """
+    for target in (output / ADAPTER, output / MODEL):
+        if target.exists():
+            raise TrainingError(f"{target} exists: this run is finished. Choose another --output.")
+    return output / name
+
+
+def rows_of(
+    recipe: Tuning, tokenizer: PreTrainedTokenizerBase, config: PreTrainedConfig
+) -> tuple[list[dict], list[dict]]:
+    """Read the rows to train on, and those held out."""
+    how = {"length": recipe.length, "packed": recipe.packed, "held_out": recipe.held_out}
+    return read_rows(recipe.data, tokenizer, config.vocab_size, **how)
+
+
+def settings_of(recipe: Tuning) -> tuple[dict, dict]:
+    """Return the settings as they were given, and what decides of them, wherever model and data lie."""
+    settings = asdict(recipe) | {"data": [str(path) for path in recipe.data]}
+    return settings, {"model": identify(recipe.model), "data": [hash_file(path) for path in recipe.data]}
+
+
+def identify(model: str) -> str:
+    """Name a model the same from every folder."""
+    folder = Path(model)
+    return str(folder.resolve()) if folder.exists() else model
+
+
+def load_adapted_model(recipe: Recipe, arguments: Arguments, config: PreTrainedConfig) -> PreTrainedModel | PeftModel:
+    """Load the model with what is trained of it, by PEFT unless all weights are: those are fp32, under autocast."""
+    frozen = torch.bfloat16 if arguments.bf16 and recipe.quantise is None else torch.float32
+    base = load_model(recipe, config, torch.float32 if recipe.is_full else frozen)
+    if recipe.is_full:
+        for name, parameter in base.named_parameters():
+            parameter.requires_grad_(has_depth(recipe, config) or not is_depth_parameter(name))
+        return base
     if recipe.quantise is not None:
         base = prepare_model_for_kbit_training(base, arguments.activation_checkpointing)
-    model = get_peft_model(base, lora_config(recipe, base))
+    model = get_peft_model(base, lora_config(recipe, base, has_depth(recipe, config)))
     if arguments.activation_checkpointing and (arguments.activation_checkpointing_kwargs or {}).get("use_reentrant"):
         model.enable_input_require_grads()
     return model
@@ -275,26 +332,29 @@ def load_adapted_model(recipe: Recipe, arguments: Arguments, config: PreTrainedC
 def make_trainer(
     recipe: Recipe,
     arguments: Arguments,
-    model: PeftModel,
+    model: PreTrainedModel | PeftModel,
     tokenizer: PreTrainedTokenizerBase,
     rows: list[dict],
     held_out_rows: list[dict],
 ) -> DepthTrainer:
     """Make the trainer of a model, with a monitor where the model has depth attention."""
-    config, padding = model.config, tokenizer.pad_token_id
-    monitors = []
+    config, monitors = model.config, []
     if config.attn_res_mode != "none":
         probe = torch.tensor([held_out_rows[0]["input_ids"][:PROBE]])
         monitors.append(DepthMonitor(probe, moves=has_depth(recipe, config)))
-    # Padding is not read, but must have an embedding
-    collator = Collator(padding if padding is not None and padding < config.vocab_size else 0)
     with reading("TrainingArguments"):
         return DepthTrainer(
             model,
             arguments,
-            data_collator=collator,
+            data_collator=make_collator(tokenizer, config),
             train_dataset=rows,
             eval_dataset=held_out_rows,
             depth_lr=recipe.depth_lr,
             monitors=monitors,
         )
+
+
+def make_collator(tokenizer: PreTrainedTokenizerBase, config: PreTrainedConfig) -> Collator:
+    """Make the collator: padding is not read, but must have an embedding."""
+    padding = tokenizer.pad_token_id
+    return Collator(padding if padding is not None and padding < config.vocab_size else 0)

@@ -24,7 +24,7 @@ from .options import as_command, read_options, underscored
 from .pretrain import MODEL
 
 
-PRETRAIN = (sys.executable, "-m", "training", "pretrain")
+PRETRAIN, FINETUNE = ((sys.executable, "-m", "training", command) for command in ("pretrain", "finetune"))
 OWN = ("output", "output_dir", "resume", "resume_from_checkpoint")  # options that the sweep gives itself
 
 
@@ -35,21 +35,23 @@ class Sweep:
     Args:
         output: the folder for a folder, a log (`.log`) and the options (`.json`) of every run.
         runs: the options of each by its name.
+        last: what a run writes last of all, one of these.
     """
 
     output: Path
     runs: dict[str, dict[str, object]]
+    last: tuple[str, ...] = (MODEL,)
 
     def log(self, name: str) -> Path:
         """Return where a run writes what it would print."""
         return self.output / f"{name}.log"
 
     def is_finished(self, name: str) -> bool:
-        """Say whether a run has written its model, the last of all."""
-        return (self.output / name / MODEL).exists()
+        """Say whether a run has written what it writes last."""
+        return any((self.output / name / last).exists() for last in self.last)
 
     def command_line(self, name: str) -> list[str]:
-        """Return a run's options as `pretrain` takes them; with --resume it starts anew where there is nothing."""
+        """Return a run's options as its command takes them; with --resume it starts anew where there is nothing."""
         return [*as_command(self.runs[name]), f"--output={self.output / name}", "--resume"]
 
 

@@ -19,6 +19,7 @@ import contextlib
 import errno
 import json
 import os
+import re
 import secrets
 import select
 import signal
@@ -203,6 +204,21 @@ def humaneval_outcomes(resps: list[list[str]], docs: list[dict]) -> list[list[st
     return _outcomes(
         resps, docs, lambda doc, text: (doc["prompt"] + text, f"{doc['test']}\ncheck({doc['entry_point']})")
     )
+
+
+def humaneval_chat_outcomes(resps: list[list[str]], docs: list[dict]) -> list[list[str]]:
+    """Run the program in each answer to a HumanEval prompt, and return the outcomes.
+
+    It goes on from the prompt, which is a function that returns nothing: a fence with a whole function defines that one
+    anew, with the prompt's imports and helpers there, and one with a body alone completes it.
+    """
+    return humaneval_outcomes([[fenced_code(text) for text in texts] for texts in resps], docs)
+
+
+def fenced_code(text: str) -> str:
+    """Return what the first fence of an answer holds, up to the end where it is not closed; all of it without one."""
+    found = re.search(r"^[ \t]*```[^\n`]*\n(.*?)(?:^[ \t]*```|\Z)", text, re.DOTALL | re.MULTILINE)
+    return text if found is None else found[1]
 
 
 def mbpp_outcomes(resps: list[list[str]], docs: list[dict]) -> list[list[str]]:

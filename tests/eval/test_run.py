@@ -332,6 +332,7 @@ def test_code_of_others_is_run_when_that_is_asked_for(save_model, tmp_path, plac
     ("arguments", "says"),
     [
         ("--tasks attnres_humaneval", "run code that the model writes: allow it with --confirm-run-unsafe-code"),
+        ("--tasks attnres_humaneval_chat --confirm-run-unsafe-code", "attnres_humaneval_chat: asked as in a chat"),
         ("--tasks attnres_nothing", "'attnres_nothing' is no task; ours are attnres_arc_challenge"),
         ("--tasks attnres_gsm8k --data EMPTY", "openai/gsm8k/main/test(.jsonl, .csv, .parquet)"),
         ("--tasks attnres_gsm8k --model /nowhere", "/nowhere holds no config.json"),

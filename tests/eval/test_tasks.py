@@ -10,7 +10,7 @@ from eval import data
 from eval.benchmarks import TASKS, build, names_of, task_manager
 from eval.run import Outcome, Subject
 from eval.table import compare
-from eval.tasks import cmath, gpqa, perplexity
+from eval.tasks import cmath, gpqa, perplexity, sandbox
 from tests.eval.samples import Scripted
 
 
@@ -148,7 +148,7 @@ def test_core_is_knowledge_reasoning_and_code(manager):
 def test_every_task_file_is_reachable(manager):
     ours = {path.stem for path in TASKS.glob("*.yaml")}
     listed = {
-        *names_of(manager, ["attnres_paper", "attnres_core", "attnres_perplexity"]),
+        *names_of(manager, ["attnres_paper", "attnres_core", "attnres_perplexity", "attnres_humaneval_chat"]),
         "attnres_paper",
         "attnres_core",
     }
@@ -182,6 +182,41 @@ def test_gpqa_shuffles_a_question_once_and_for_all(manager, data_folder):
 def test_cmath_reads_the_answer(text, answer, golden, right):
     assert cmath.answers([[text]], [{}]) == [[answer]]
     assert cmath.exact_match(references=[golden], predictions=[answer]) == right
+
+
+def humaneval_in_a_chat(prompt):
+    number = int(re.search(r"add(\d)", prompt)[1])
+    return (
+        "Sure!\n\n```python\ndef add0(a, b):\n    return a + b\n```\n\nTry it:\n\n```\nadd0(1, 2)\n```",
+        "```\n    return a + b\n```",
+        "```python\ndef add2(a, b):\n    return a - b\n```",
+        "It adds: return a + b",
+    )[number]
+
+
+def test_humaneval_in_a_chat_runs_what_is_in_the_fence(manager, data_folder):
+    model = Scripted(answer=humaneval_in_a_chat)
+    benchmark = built(manager, data_folder, "attnres_humaneval_chat")
+    row = evaluate(model, benchmark)
+    assert row.scores[0].value == pytest.approx(50)
+    assert benchmark.paper is None
+    assert all(arguments["until"] == [] for arguments in model.generation)  # an answer has blank lines and comments
+    assert all(f"```python\ndef add{i}(a, b):" in prompt for i, prompt in enumerate(model.prompts))
+
+
+@pytest.mark.parametrize(
+    ("answer", "code"),
+    [
+        ("So:\n```python\nx = 1\n```\nand\n```\ny = 2\n```", "x = 1\n"),
+        ("1. So:\n   ```py\n   x = 1\n   ```", "   x = 1\n"),
+        ("```\nx = 1\n\ny = '``'  # ```\n```", "x = 1\n\ny = '``'  # ```\n"),
+        ("```python\nx = 1\ny", "x = 1\ny"),
+        ("x = 1", "x = 1"),
+        ("```x``` is it", "```x``` is it"),
+    ],
+)
+def test_the_first_fence_of_an_answer(answer, code):
+    assert sandbox.fenced_code(answer) == code
 
 
 def test_perplexity_is_that_of_each_topics_bytes(manager, tmp_path):

@@ -92,6 +92,56 @@ def test_finetuning_trains_and_saves_what_was_asked(lora, family, save_model, te
     assert lora == "none" or set(names) - depth
 
 
+def test_a_step_of_all_weights_is_that_of_a_plain_loop(save_model, tokenizer, tmp_path):
+    """One of SGD over four texts: the depth parameters at their own rate, all others at the base rate."""
+    model, texts = save_model(), [words(5 + 3 * seed, seed) for seed in range(4)]
+    data = tmp_path / "few.jsonl"
+    data.write_text("".join(json.dumps({"text": text}) + "\n" for text in [*texts, words(12, 9)]))
+    rows = [tokenizer(text)["input_ids"] + [tokenizer.eos_token_id] for text in texts]
+    expected = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float64)
+    total = sum(expected(torch.tensor([ids]), labels=torch.tensor([ids])).loss * (len(ids) - 1) for ids in rows)
+    (total / sum(len(ids) - 1 for ids in rows)).backward()
+    flags = ["--lora", "full", "--no-packed", "--held-out", str(13 / (sum(map(len, rows)) + 13))]
+    how = {"max_steps": 1, "optim": "sgd", "learning_rate": 0.1, "max_grad_norm": 0}
+    result = run(model, data, tmp_path / "out", *flags, "--depth-lr", "10", **how)
+    assert result["rows"] == {"training": 4, "held_out": 1}
+    found = AutoModelForCausalLM.from_pretrained(tmp_path / "out/model").state_dict()
+    for name, parameter in expected.named_parameters():
+        step = (10 if "attn_res" in name else 0.1) * parameter.grad
+        torch.testing.assert_close(found[name].double(), (parameter - step).double(), rtol=1e-4, atol=1e-5)
+
+
+def test_all_weights_are_trained_and_a_model_is_written(save_model, text_file, tmp_path):
+    model = save_model()
+    result = run(model, text_file, tmp_path / "out", "--lora", "full", weight_decay=0.5)
+    assert not (tmp_path / "out/adapter").exists()
+    before, after = (AutoModelForCausalLM.from_pretrained(path) for path in (model, tmp_path / "out/model"))
+    assert all(not torch.equal(value, before.state_dict()[name]) for name, value in after.state_dict().items())
+    again = run(tmp_path / "out/model", text_file, tmp_path / "again", "--lora", "full", max_steps=1)
+    assert again["held_out_loss"]["before"] == pytest.approx(result["held_out_loss"]["after"], rel=1e-5)
+    refused("this run is finished", *command(model, text_file, tmp_path / "out", "--lora", "full"))
+
+
+@pytest.mark.parametrize("flag", ["--no-depth", "--control"])
+def test_all_weights_but_the_depth_parameters(flag, save_model, text_file, tmp_path):
+    model = save_model()
+    run(model, text_file, tmp_path / "out", "--lora", "full", flag)
+    before, after = (load_file(path / "model.safetensors") for path in (model, tmp_path / "out/model"))
+    depth = {name for name in before if "attn_res" in name}
+    assert before.keys() - after.keys() == (depth if flag == "--control" else set())
+    for name, value in after.items():
+        assert torch.equal(value, before[name]) == (name in depth)
+
+
+def test_a_run_of_all_weights_goes_on(save_model, text_file, tmp_path):
+    model, saving = save_model(), {"save_strategy": "steps", "save_steps": 1}
+    expected = run(model, text_file, tmp_path / "out", "--lora", "full", **saving)
+    for name in ("model", "checkpoint-2", "checkpoint-3"):
+        shutil.rmtree(tmp_path / "out" / name)
+    found = run(model, text_file, tmp_path / "out", "--lora", "full", "--resume", **saving)
+    assert losses(found) == pytest.approx(losses(expected), rel=1e-6)
+
+
 def test_depth_parameters_have_their_own_learning_rate_and_no_decay(save_model, text_file, tmp_path):
     model = save_model()
     run(model, text_file, tmp_path / "still", "--depth-lr", "0", weight_decay=0.5)
@@ -198,6 +248,8 @@ def test_what_cannot_work_is_refused_before_a_model_is_loaded(save_model, text_f
     (tmp_path / "done/adapter").mkdir(parents=True)
     refused("this run is finished", output=tmp_path / "done")
     # Options of ours, and of Trainer
+    refused("--quantise 4bit: quantised weights are frozen", "--lora", "full", "--quantise", "4bit")
+    refused("--rslora: a kind of LoRA, and --lora full has none", "--lora", "full", "--rslora")
     refused("--rank must be at least 1, got 0", "--rank", "0")
     refused("--alpha must be at least 1, got -1", "--alpha", "-1")
     refused("--depth-lr must be 0 or more, got nan", "--depth-lr", "nan")

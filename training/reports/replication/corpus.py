@@ -1,6 +1,6 @@
 """Gather real text of several kinds from this machine: Python's library, documentation of Debian packages, licences.
 
-    python training/reports/replication/corpus.py results/replication/corpus.jsonl
+    python -m training.reports.replication.corpus results/replication/corpus.jsonl
 
 A line per file, `{"text": …, "kind": …}`, in an order that depends on names alone; and a line on the screen with what
 there is of each kind and the SHA-256 of the whole, which says whether two machines have the same.

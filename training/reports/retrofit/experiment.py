@@ -1,0 +1,198 @@
+"""Train on from one source with every form of depth attention, and without: experiment.yaml says what and how.
+
+    python -m training.reports.retrofit.corpus results/retrofit
+    python -m training.reports.retrofit.experiment --jobs 2
+
+Killed at any moment it goes on: what runs.jsonl beside this file records is not run again, and what was begun is
+resumed. A record has the losses of one run on every row: with the first seed on those that rates are chosen by, with
+the others on those held out and on those unlike the training data.
+"""
+
+import argparse
+import json
+from pathlib import Path
+from statistics import mean
+
+import torch
+import yaml
+from torch.nn.functional import cross_entropy
+from tqdm import tqdm
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+
+from conversion.port import Blocks, Form, port_checkpoint
+from training.__main__ import finetune_options
+from training.adapter import is_of_standard_residuals, load_adapter, read_adapter
+from training.checkpoints import hash_file
+from training.experiment import Experiment, carry_out
+from training.finetune import ADAPTER, check_arguments
+from training.loading import TrainingError, load_attnres_config, load_weights
+from training.pretrain import MODEL
+from training.sweep import FINETUNE
+
+
+HERE, WORK = Path(__file__).parent, Path("results/retrofit")
+PLAIN, SOURCE = "plain", "source"
+LENGTH = 256  # tokens of a row, at most
+
+
+def read_experiment() -> dict:
+    return yaml.safe_load((HERE / "experiment.yaml").read_text())
+
+
+def run_name(trained: str, form: str, rate: float, factor: float, seed: int) -> str:
+    """Name a run: what is trained, the form, the base rate, the depth rate in base rates, the seed."""
+    return f"{trained}_{form}_{rate:g}_{factor:g}_{seed}"
+
+
+def loss_to_choose_by(record: dict) -> float:
+    return mean(record["rows"]["choosing"])
+
+
+def best_of(names: dict[float, str], records: dict[str, dict]) -> float | None:
+    """Return the rate whose run was best, if all were made."""
+    if not all(name in records for name in names.values()):
+        return None
+    return min(names, key=lambda rate: loss_to_choose_by(records[names[rate]]))
+
+
+def choose_rates(experiment: dict, trained: str, records: dict[str, dict]) -> tuple[float | None, dict]:
+    """Return the base rate of what is trained, and each form's factor; None: it is not known yet."""
+    first, rates = experiment["seeds"][0], experiment["trained"][trained]["rates"]
+    names = {rate: run_name(trained, PLAIN, rate, 0, first) for rate in rates}
+    base = rates[0] if len(rates) == 1 else best_of(names, records)
+    factors = {
+        form: best_of({one: run_name(trained, form, base, one, first) for one in experiment["depth_rates"]}, records)
+        for form in experiment["forms"]
+        if base is not None
+    }
+    return base, factors
+
+
+def plan_runs(records: dict[str, dict]) -> dict[str, dict]:
+    """Return the options of the runs that can be made now, by name: plain rates, then forms' factors, then seeds."""
+    experiment = read_experiment()
+    first, *others = experiment["seeds"]
+    runs = {}
+
+    def plan(trained: str, form: str, rate: float, factor: float, seed: int) -> None:
+        model = form if form != PLAIN else next(iter(experiment["forms"]))
+        runs[run_name(trained, form, rate, factor, seed)] = experiment["options"] | {
+            "model": str(WORK / "ports" / model),
+            "control": form == PLAIN,
+            "lora": experiment["trained"][trained]["lora"],
+            "learning_rate": rate,
+            "depth_lr": factor * rate,
+            "seed": seed,
+        }
+
+    for trained, settings in experiment["trained"].items():
+        base, factors = choose_rates(experiment, trained, records)
+        has_plain = settings["lora"] != "none"
+        for rate in settings["rates"] if has_plain else ():
+            plan(trained, PLAIN, rate, 0, first)
+        for form, factor in factors.items():
+            for one in experiment["depth_rates"]:
+                plan(trained, form, base, one, first)
+            for seed in others if factor is not None else ():
+                plan(trained, form, base, factor, seed)
+        for seed in others if has_plain and base is not None else ():
+            plan(trained, PLAIN, base, 0, seed)
+    return runs
+
+
+def row_losses(model: PreTrainedModel, rows: list[str]) -> list[float]:
+    """Compute the mean loss of the tokens of each row, alone."""
+    tokenizer, losses = AutoTokenizer.from_pretrained(read_experiment()["source"]), []
+    with torch.no_grad():
+        for text in tqdm(rows, desc="rows"):
+            ids = torch.tensor([tokenizer(text)["input_ids"][:LENGTH]])
+            logits = model(input_ids=ids, use_cache=False).logits
+            losses.append(round(cross_entropy(logits[0, :-1], ids[0, 1:]).item(), 5))
+    return losses
+
+
+def measure_parts(model: PreTrainedModel, parts: list[str]) -> dict[str, list[float]]:
+    """Compute the losses of the rows of each part of the corpus."""
+    lines = {part: (WORK / f"{part}.jsonl").read_text().splitlines() for part in parts}
+    return {part: row_losses(model, [json.loads(line)["text"] for line in of_part]) for part, of_part in lines.items()}
+
+
+def load_trained(folder: Path) -> PreTrainedModel:
+    """Load what a run has trained."""
+    if (folder / MODEL).exists():
+        return AutoModelForCausalLM.from_pretrained(folder / MODEL).eval()
+    adapter = folder / ADAPTER
+    settings = read_adapter(adapter)
+    config = load_attnres_config(settings.base_model_name_or_path)
+    if is_of_standard_residuals(adapter):
+        config.attn_res_mode = "none"
+    model = load_weights(settings.base_model_name_or_path, config, dtype=torch.float32)
+    return load_adapter(model, adapter, settings).merge_and_unload().eval()
+
+
+def measure_run(name: str, folder: Path) -> dict:
+    """Measure a finished run."""
+    log = json.loads((folder / "result.json").read_text())["log"]
+    trained, form, rate, factor, seed = name.split("_")
+    chooses = int(seed) == read_experiment()["seeds"][0]
+    entries = [entry for entry in log if "loss" in entry]
+    return {
+        "trained": trained,
+        "form": form,
+        "rate": float(rate),
+        "factor": float(factor),
+        "seed": int(seed),
+        "seconds": round(next(entry["train_runtime"] for entry in log if "train_runtime" in entry)),
+        "curve": [[entry["step"], round(entry["loss"], 4)] for entry in entries],
+        "depth": {key: round(value, 5) for key, value in entries[-1].items() if key.startswith("depth/")},
+        "rows": measure_parts(load_trained(folder), ["choosing"] if chooses else ["held_out", "unlike"]),
+    }
+
+
+def port_source(experiment: dict) -> None:
+    """Port the source to every form; ports share its weights' file."""
+    for name, fields in experiment["forms"].items():
+        target = WORK / "ports" / name
+        if not target.exists():
+            blocks, form = Blocks(number=experiment["blocks"]), Form(**fields)
+            port_checkpoint(experiment["source"], target, blocks, link=True, form=form)
+
+
+def record_source(experiment: Experiment) -> None:
+    """Record the losses of the source itself, and the corpus that all runs are of.
+
+    Raises:
+        TrainingError: what is recorded is of another corpus.
+    """
+    records = experiment.read_records()
+    corpus = {path.stem: hash_file(path) for path in sorted(WORK.glob("*.jsonl"))}
+    if SOURCE not in records:
+        source = AutoModelForCausalLM.from_pretrained(read_experiment()["source"]).eval()
+        rows = measure_parts(source, ["choosing", "held_out", "unlike"])
+        experiment.add_record({"name": SOURCE, "corpus": corpus, "rows": rows})
+    elif records[SOURCE]["corpus"] != corpus:
+        raise TrainingError(f"{experiment.records} is of another corpus than {WORK}. Move it away to start anew.")
+
+
+def main(jobs: int, most: int | None) -> None:
+    """Make runs, `jobs` at a time, until there are none, or `most` are made."""
+    port_source(read_experiment())
+    parser = finetune_options()
+    experiment = Experiment(
+        HERE / "runs.jsonl",
+        WORK / "runs",
+        command=FINETUNE,
+        plan=plan_runs,
+        prepare=lambda given: check_arguments(*parser.parse(given)),
+        measure=measure_run,
+    )
+    record_source(experiment)
+    carry_out(experiment, jobs, most)
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--jobs", type=int, default=2, help="runs at a time")
+    parser.add_argument("--most", type=int, help="stop after so many runs")
+    arguments = parser.parse_args()
+    main(arguments.jobs, arguments.most)

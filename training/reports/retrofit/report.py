@@ -1,0 +1,94 @@
+"""Compare the runs in runs.jsonl with plain training, seed by seed and row by row.
+
+python -m training.reports.retrofit.report
+"""
+
+import json
+from pathlib import Path
+
+import numpy as np
+from rich.console import Console
+from rich.table import Table
+from scipy import stats
+
+from .experiment import PLAIN, SOURCE, read_experiment
+
+
+HERE = Path(__file__).parent
+PARTS = {"held_out": "held out", "unlike": "unlike the training data"}
+
+
+def interval(differences: np.ndarray) -> tuple[float, float]:
+    """Return the mean of paired differences, and half of its 95 % interval by Student's t."""
+    half = stats.t.ppf(0.975, len(differences) - 1) * stats.sem(differences) if len(differences) > 1 else np.nan
+    return float(differences.mean()), float(half)
+
+
+def compare(arm: dict[int, dict], plain: dict[int, dict], part: str) -> dict:
+    """Compare the rows of an arm's runs with those of plain training, both by seed."""
+    seeds = sorted(arm.keys() & plain.keys())
+    with_depth, without = (np.array([of[seed][part] for seed in seeds]) for of in (arm, plain))
+    differences = with_depth - without  # [seeds, rows]
+    return {
+        "loss": float(with_depth.mean()),
+        "plain": float(without.mean()),
+        "by seed": differences.mean(1).round(5).tolist(),
+        "over seeds": interval(differences.mean(1)),
+        "over rows": interval(differences.mean(0)),
+    }
+
+
+def compare_all(records: list[dict], experiment: dict) -> dict[str, dict]:
+    """Compare every arm that has runs to be compared; where depth alone is trained, plain is the source itself."""
+    (source,) = [record["rows"] for record in records if record["name"] == SOURCE]
+    results = {}
+    for trained in experiment["trained"]:
+        of_forms = {form: {} for form in (PLAIN, *experiment["forms"])}
+        rates = {}
+        for record in records:
+            if record["name"] != SOURCE and record["trained"] == trained and "held_out" in record["rows"]:
+                of_forms[record["form"]][record["seed"]] = record["rows"]
+                rates[record["form"]] = {"rate": record["rate"], "depth rate": record["rate"] * record["factor"]}
+        plain = of_forms.pop(PLAIN) or dict.fromkeys(experiment["seeds"], source)
+        for form, arm in of_forms.items():
+            if arm.keys() & plain.keys():
+                results[f"{trained}, {form}"] = rates[form] | {part: compare(arm, plain, part) for part in PARTS}
+    return results
+
+
+def make_table(results: dict[str, dict]) -> Table:
+    """Make a row per arm: differences from plain training, negative where the arm is better."""
+    table = Table(
+        "trained, form",
+        "depth rate",
+        "loss",
+        "plain",
+        *(f"{of}, {name}" for name in PARTS.values() for of in ("seeds", "rows")),
+    )
+    for name, result in results.items():
+        differences = [
+            f"{mean:+.4f} ± {half:.4f}"
+            for part in PARTS
+            for mean, half in (result[part]["over seeds"], result[part]["over rows"])
+        ]
+        held_out = result["held_out"]
+        table.add_row(
+            name, f"{result['depth rate']:g}", f"{held_out['loss']:.4f}", f"{held_out['plain']:.4f}", *differences
+        )
+    return table
+
+
+def main() -> None:
+    """Print the table, and write results.json."""
+    records = [json.loads(line) for line in (HERE / "runs.jsonl").read_text().splitlines()]
+    results = compare_all(records, read_experiment())
+    Console(width=150).print(make_table(results))
+    print(
+        f"{len(results)} arms against plain training; ±: half of a 95 % interval. By chance alone one of "
+        f"20 intervals leaves zero out: for all {len(results)} together ask for p < {0.05 / max(1, len(results)):.4f}."
+    )
+    (HERE / "results.json").write_text(json.dumps(results, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
