@@ -1,0 +1,495 @@
+"""Pipeline parallelism for models with Attention Residuals: stages of whole decoder layers, on torch's own schedules.
+
+With standard residuals a stage sends one tensor. Here every later layer may read every closed block, so what travels is
+the running sum and the closed blocks. A rank that runs several stages (*virtual* stages) has seen blocks before: it
+keeps them, and only those that it has neither received nor made travel (the paper's cross-stage caching, section 4.1).
+
+In this file, in the order to read it:
+    - `Cut`: which stage has which layers, and what travels to it. A pure plan; the runtime sends what it says.
+    - `Stage`: the family's own model with the layers of other stages taken out, as a function of what travels.
+    - `BlockCache`: the blocks that a rank keeps of a microbatch, and how their gradients find back.
+    - `Pipeline`: the stages of this rank, torch's schedule of them, and what the ranks have in common.
+
+Stage c of C = P·V runs on rank c mod P. Shapes: B rows of a microbatch, T tokens, D hidden size.
+"""
+
+import contextlib
+import copy
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.pipelining import PipelineStage
+from torch.distributed.pipelining.schedules import ScheduleInterleaved1F1B, ScheduleLoopedBFS
+from torch.nn.functional import pad
+from transformers import PreTrainedConfig, PreTrainedModel
+
+from common.errors import describe
+from modeling_attnres import is_depth_parameter
+from modeling_attnres.configuration_attnres import BlockLayout
+from modeling_attnres.depth_attention import statistics_dtype
+from modeling_attnres.modeling_attnres import find_part
+from modeling_attnres.residual_stream import DepthPass, LayerElsewhere
+
+from .data import IGNORED
+from .loading import TrainingError
+
+
+SCHEDULES = {"1f1b": ScheduleInterleaved1F1B, "gpipe": ScheduleLoopedBFS}  # the latter, breadth first, is GPipe's order
+
+
+# ------------------------------------------------------------------------------------------------------------- the plan
+
+
+@dataclass(frozen=True)
+class Cut:
+    """Which decoder layers each stage has, and what travels between stages.
+
+    Args:
+        starts: the first decoder layer of each of the C stages.
+        num_layers: L, decoder layers.
+        ranks: P; stage c runs on rank c mod P.
+        layout: which blocks there are; `None`: standard residuals, of which there are none.
+        caching: a rank keeps the blocks that it has received or made.
+
+    Example:
+        from modeling_attnres.configuration_attnres import BlockLayout
+        from training.pipeline import cut_layers
+
+        layout = BlockLayout(16, starts=tuple(range(0, 16, 2)))
+        cut = cut_layers(16, ranks=2, virtual=2, layout=layout)
+        assert cut.starts == (0, 4, 8, 12)
+        assert [cut.num_sent(stage) for stage in range(4)] == [0, 3, 2, 2]  # 3: the embedding, a block, the running sum
+    """
+
+    starts: tuple[int, ...]
+    num_layers: int
+    ranks: int
+    layout: BlockLayout | None
+    caching: bool = True
+
+    @property
+    def num_stages(self) -> int:
+        return len(self.starts)
+
+    def layers_of(self, stage: int) -> range:
+        """Return the decoder layers of a stage."""
+        return [range(start, end) for start, end in pairwise((*self.starts, self.num_layers))][stage]
+
+    def closed_before(self, stage: int) -> int:
+        """Return how many blocks have closed where the stage begins; its first layer may close one more."""
+        first = self.starts[stage]
+        return 0 if self.layout is None else self.closed_after(stage) - self.layout.opens_block(first)
+
+    def closed_after(self, stage: int) -> int:
+        """Return how many blocks have closed once the stage's first layer has closed what ends there."""
+        return 0 if self.layout is None else self.layout.closed_blocks(2 * self.starts[stage])
+
+    def known(self, stage: int) -> int:
+        """Return how many of the blocks the stage's rank has from its stage before.
+
+        That one ended where another began, with the blocks closed there; if that one's first layer closes another, it
+        is the running sum with which the rank's stage ended.
+        """
+        before = stage - self.ranks
+        return self.closed_after(before + 1) if self.caching and before >= 0 else 0
+
+    def sent(self, stage: int) -> range:
+        """Return which blocks travel to a stage, beside the running sum."""
+        return range(min(self.known(stage), self.closed_before(stage)), self.closed_before(stage))
+
+    def num_sent(self, stage: int) -> int:
+        """Return how many tensors `[B, T, D]` travel to a stage, the running sum included."""
+        within_a_rank = self.ranks == 1
+        return 0 if stage == 0 or within_a_rank else len(self.sent(stage)) + 1
+
+    @property
+    def total_sent(self) -> int:
+        """How many tensors `[B, T, D]` travel in one forward pass; as many gradients travel back."""
+        return sum(self.num_sent(stage) for stage in range(self.num_stages))
+
+
+def cut_layers(num_layers: int, ranks: int, virtual: int, layout: BlockLayout | None, caching: bool = True) -> Cut:
+    """Cut a model's layers into ranks · virtual stages as equal as can be, the longer ones first.
+
+    Raises:
+        TrainingError: there are more stages than layers.
+    """
+    if ranks < 1 or virtual < 1:
+        raise TrainingError(f"A pipeline needs 1 rank and 1 virtual stage or more, got {ranks} and {virtual}.")
+    stages = ranks * virtual
+    if stages > num_layers:
+        raise TrainingError(
+            f"A pipeline of {ranks} ranks with {virtual} virtual stages each has {stages} stages, but the model has "
+            f"{num_layers} decoder layers: each stage needs one."
+        )
+    size, longer = divmod(num_layers, stages)
+    starts = tuple(stage * size + min(stage, longer) for stage in range(stages))
+    return Cut(starts, num_layers, ranks, layout, caching)
+
+
+def layout_of(config: PreTrainedConfig) -> BlockLayout | None:
+    """Return the blocks of a model, `None` where it has standard residuals.
+
+    Raises:
+        TrainingError: what travels would not be running sums and blocks alone.
+    """
+    if config.attn_res_mode == "none":
+        return None
+    if config.attn_res_form == "add":
+        raise TrainingError('attn_res_form="add" cannot be cut into pipeline stages; expected "replace".')
+    return config.attn_res_layout
+
+
+# ---------------------------------------------------------------------------------------------------------- one stage
+
+
+class Entrance(LayerElsewhere):
+    """The stand-in before a stage's first layer: it begins with what has arrived."""
+
+    arrived: tuple[Sequence[torch.Tensor], torch.Tensor]
+
+    def forward(self, hidden_states_BTD: torch.Tensor, *args, depth_pass: DepthPass | None = None, **kwargs):
+        blocks_BTD, running_sum_BTD = self.arrived
+        return running_sum_BTD if depth_pass is None else depth_pass.resume(blocks_BTD, running_sum_BTD)
+
+
+class Exit(LayerElsewhere):
+    """The stand-in after a stage's last layer: it keeps what is to be handed on."""
+
+    left: tuple[Sequence[torch.Tensor], torch.Tensor]
+    layer_index: int
+
+    def forward(self, hidden_states_BTD: torch.Tensor, *args, depth_pass: DepthPass | None = None, **kwargs):
+        self.left = [], hidden_states_BTD
+        if depth_pass is not None:
+            self.left = depth_pass.hand_on(self.layer_index, hidden_states_BTD)
+        return hidden_states_BTD
+
+
+def stand_in(layer: nn.Module, kind: type[LayerElsewhere]) -> LayerElsewhere:
+    """Make what stands for a layer: its plain attributes, by which families choose masks, and no parameter."""
+    twin = copy.copy(layer)
+    twin.__class__ = kind
+    twin._modules, twin._parameters, twin._buffers = {}, {}, {}
+    return twin
+
+
+def with_children(module: nn.Module, **children: nn.Module) -> nn.Module:
+    """Return a module that shares all with another but some of its children."""
+    twin = copy.copy(module)
+    twin._modules = module._modules | children
+    return twin
+
+
+class BlockCache:
+    """The blocks that a rank keeps of each microbatch, from one of its stages to the next.
+
+    A block that a stage *received* is a leaf of its graph. Later stages of the rank are given the same leaf, so that
+    autograd itself adds up its gradient: it is complete when the stage that received it sends it back, for that one
+    runs backward last. A block that a stage *made* is kept as a new leaf, whose gradient is added by a hook when the
+    block's own arrives.
+    """
+
+    def __init__(self):
+        self._blocks: dict[int, list[torch.Tensor]] = {}
+
+    def keep(self, microbatch: int, received: Sequence[torch.Tensor], made: Sequence[torch.Tensor]) -> None:
+        """Keep the blocks that a stage knows: those that it received, then those that it made."""
+        self._blocks[microbatch] = [*received, *map(detach_for_later, made)]
+
+    def take(self, microbatch: int) -> list[torch.Tensor]:
+        """Give away what the rank's stage before kept; the graph holds it from here on."""
+        return self._blocks.pop(microbatch)
+
+
+def detach_for_later(block_BTD: torch.Tensor) -> torch.Tensor:
+    """Return a leaf with a block's values; its gradient is added to the block's own, which must come after it."""
+    leaf_BTD = block_BTD.detach()
+    if block_BTD.requires_grad:
+        leaf_BTD.requires_grad_()
+        block_BTD.register_hook(lambda grad_BTD: grad_BTD if leaf_BTD.grad is None else grad_BTD + leaf_BTD.grad)
+    return leaf_BTD
+
+
+class Stage(nn.Module):
+    """One stage: the family's own model, in which other stages' layers are stood for, as a function of tensors.
+
+    Args:
+        model: a whole causal language model; its modules are shared, not copied.
+        cut: of its layers.
+        stage: which of the cut.
+        cache: of the rank.
+
+    Raises:
+        TrainingError: the decoder has parameters outside of its layers, embedding and final norm.
+    """
+
+    def __init__(self, model: PreTrainedModel, cut: Cut, stage: int, cache: BlockCache):
+        super().__init__()
+        self.cut, self.stage, self.cache = cut, stage, cache
+        self.is_first, self.is_last = stage == 0, stage == cut.num_stages - 1
+        self.rank_goes_on = cut.caching and stage + cut.ranks < cut.num_stages
+        decoder, layers = model.get_decoder(), cut.layers_of(stage)
+
+        # The layers before and after: those next to the stage's own take and leave what travels
+        own = [*decoder.layers]
+        for index, layer in enumerate(own):
+            if index not in layers:
+                kind = {layers.start - 1: Entrance, layers.stop: Exit}.get(index, LayerElsewhere)
+                own[index] = stand_in(layer, kind)
+                own[index].layer_index = index
+        self.entrance = None if self.is_first else own[layers.start - 1]
+        self.exit = None if self.is_last else own[layers.stop]
+
+        # The embedding is the first stage's, norm and head are the last one's
+        embedding, norm = outer_parts(decoder)
+        elsewhere = ([] if self.is_first else [embedding]) + ([] if self.is_last else [norm])
+        parts = {"layers": nn.ModuleList(own)} | {name: nn.Identity() for name in elsewhere}
+        head = next(name for name, child in model.named_children() if child is decoder)
+        rest = {name: nn.Identity() for name, child in model.named_children() if child is not decoder}
+        self.model = with_children(model, **{head: with_children(decoder, **parts)} | ({} if self.is_last else rest))
+
+    def forward(self, *arrived: torch.Tensor, microbatch: torch.Tensor, **kwargs):
+        """Run the stage's layers.
+
+        Args:
+            arrived: the token ids (first stage), or the running sum and the blocks that travelled.
+            microbatch: its index, `[1]`.
+            kwargs: what the model takes beside token ids.
+
+        Returns:
+            The running sum and the blocks that travel on, or the logits (last stage).
+        """
+        index = int(microbatch)
+        received: list[torch.Tensor] = []
+        if self.is_first:
+            kwargs["input_ids"] = arrived[0]
+        else:
+            running_sum_BTD, *blocks_BTD = arrived
+            known = self.cache.take(index) if self.cut.caching and self.stage >= self.cut.ranks else []
+            blocks_BTD = [*known, *blocks_BTD]
+            # If the first layer closes the running sum, that is a block, too
+            received = [*blocks_BTD, running_sum_BTD][: self.cut.closed_after(self.stage)]
+            self.entrance.arrived = blocks_BTD[: self.cut.closed_before(self.stage)], running_sum_BTD
+            # Masks and positions are made for it; the stand-ins let no value of it through
+            kwargs["inputs_embeds"] = running_sum_BTD.detach().to(self.model.dtype)
+        if self.is_last:
+            return self.model(**kwargs, use_cache=False).logits
+        self.model.get_decoder()(**kwargs, use_cache=False)
+        blocks_BTD, running_sum_BTD = self.exit.left
+        running_sum_BTD = running_sum_BTD.to(running_sum_dtype(self.model))
+        if self.rank_goes_on:
+            made = [*blocks_BTD, running_sum_BTD][len(received) : self.cut.closed_after(self.stage + 1)]
+            self.cache.keep(index, received, made)
+        del self.exit.left
+        return running_sum_BTD, *(blocks_BTD[block] for block in self.cut.sent(self.stage + 1))
+
+    def tensors_at(self, stage: int, shape: tuple[int, int, int]) -> tuple[torch.Tensor, ...]:
+        """Describe what travels to a stage, by tensors without data."""
+        dtypes = [running_sum_dtype(self.model), *(self.model.dtype for _ in self.cut.sent(stage))]
+        return tuple(torch.empty(shape, dtype=dtype, device="meta", requires_grad=True) for dtype in dtypes)
+
+
+def running_sum_dtype(model: PreTrainedModel) -> torch.dtype:
+    """Return what running sums are kept and travel in: between layers nothing is rounded, nor between stages."""
+    return model.dtype if model.config.attn_res_mode == "none" else statistics_dtype(model.dtype)
+
+
+def outer_parts(decoder: PreTrainedModel) -> tuple[str, str]:
+    """Return the names of a decoder's embedding and its final norm.
+
+    Raises:
+        TrainingError: it has parameters elsewhere outside of its layers.
+    """
+    children = dict(decoder.named_children())
+    embedding = next(name for name, child in children.items() if child is decoder.get_input_embeddings())
+    norm = find_part(decoder.config.base_model_type(), "final_norm", set(children))
+    for name, child in children.items():
+        if name not in (embedding, norm, "layers", "attn_res") and any(True for _ in child.parameters()):
+            raise TrainingError(
+                f"{type(decoder).__name__} has parameters in {name!r}, beside its layers: no stage's of a pipeline."
+            )
+    return embedding, norm
+
+
+# -------------------------------------------------------------------------------------------------- the stages of a rank
+
+
+class Pipeline:
+    """The stages of this rank, and their steps together with the other ranks'.
+
+    Every rank makes it of the same whole model, keeps the modules of its stages, and calls each method when the others
+    do, with the same batch. The depth parameters are whole on every rank.
+
+    Args:
+        model: a causal language model with the config of Attention Residuals.
+        group: of the pipeline's ranks; default: all.
+        data_group: of the ranks with the same stages in other replicas, each of which has a part of the batch.
+        virtual: V, stages per rank.
+        microbatches: the number of parts of a batch; what does not divide is filled with rows that nothing is learned
+            from, and the schedule "1f1b" needs a multiple of the ranks unless the number is close to one.
+        schedule: "1f1b" (interleaved) or "gpipe".
+        caching: a rank keeps the blocks it has seen.
+
+    Raises:
+        TrainingError: more stages than layers, fewer than two ranks, or a model that cannot be cut.
+
+    Example (of every process under torchrun):
+        ```python
+        pipeline = Pipeline(model, virtual=2, microbatches=8)
+        optimizer = torch.optim.AdamW(pipeline.parameters())
+        loss = pipeline.run_step({"input_ids": rows, "labels": rows})
+        optimizer.step()
+        ```
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        group: dist.ProcessGroup | None = None,
+        data_group: dist.ProcessGroup | None = None,
+        virtual: int = 1,
+        microbatches: int = 1,
+        schedule: str = "1f1b",
+        caching: bool = True,
+    ):
+        self.group, self.data_group = group or dist.group.WORLD, data_group
+        self.rank, ranks = dist.get_rank(self.group), dist.get_world_size(self.group)
+        if ranks < 2:
+            raise TrainingError(f"A pipeline needs 2 ranks or more, got {ranks}.")
+        if microbatches < 1:
+            raise TrainingError(f"A pipeline needs 1 microbatch or more, got {microbatches}.")
+        self.config, self.device, self.schedule = model.config, model.device, schedule
+        layout = layout_of(model.config)
+        self.cut = cut_layers(model.config.num_hidden_layers, ranks, virtual, layout, caching)
+        self.microbatches = fitting_microbatches(microbatches, ranks) if schedule == "1f1b" else microbatches
+        cache = BlockCache()
+        self.stages = [Stage(model, self.cut, stage, cache) for stage in range(self.rank, self.cut.num_stages, ranks)]
+        self._running: tuple[tuple, object] | None = None  # the shape of microbatches, and torch's schedule for it
+        self._num_learned = 1
+
+    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """Give the parameters of this rank's stages once each, by their names in the whole model."""
+        named = {name: value for stage in self.stages for name, value in stage.model.named_parameters()}
+        yield from named.items()
+
+    def parameters(self) -> Iterator[nn.Parameter]:
+        """Give the parameters of this rank's stages, for an optimizer."""
+        for _, parameter in self.named_parameters():
+            yield parameter
+
+    def state_dict(self) -> dict[str, torch.Tensor]:
+        """Return the tensors of this rank's stages, by their names in the whole model."""
+        return {name: value for stage in self.stages for name, value in stage.model.state_dict().items()}
+
+    def load_state_dict(self, state: dict[str, torch.Tensor]) -> None:
+        """Load the tensors of this rank's stages; others are passed over.
+
+        Raises:
+            TrainingError: one is missing.
+        """
+        own = self.state_dict()
+        for name in own.keys() - state.keys():
+            raise TrainingError(f"{name} is missing, of a stage of pipeline rank {self.rank}.")
+        for stage in self.stages:
+            stage.model.load_state_dict({name: state[name] for name in stage.model.state_dict()})
+
+    def run_step(self, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+        """Run a batch forward and backward.
+
+        The gradients, added to what is there, are those of the mean loss over all learned tokens of all replicas.
+
+        Args:
+            batch: `input_ids`, `labels`, and what else the model takes, each with a first dimension of rows.
+
+        Returns:
+            That loss, on every rank.
+        """
+        loss, _ = self._run(batch, training=True)
+        self._sum_gradients()
+        return loss
+
+    @torch.no_grad()
+    def evaluate(self, batch: dict[str, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Return the loss of a batch on every rank, and its logits on the last one (elsewhere `None`)."""
+        return self._run(batch, training=False)
+
+    def _run(self, batch: dict[str, torch.Tensor], training: bool) -> tuple[torch.Tensor, torch.Tensor | None]:
+        rows, length = batch["input_ids"].shape
+        batch = fill_rows(batch, -rows % self.microbatches)
+        labels, input_ids = batch.pop("labels"), batch.pop("input_ids")
+        learned = (labels[:, 1:] != IGNORED).sum()
+        if self.data_group is not None:
+            dist.all_reduce(learned, group=self.data_group)
+        self._num_learned = learned
+        schedule = self._schedule_for((len(input_ids) // self.microbatches, length), training)
+        losses: list[torch.Tensor] = []
+        how = {"target": labels, "losses": losses, "microbatch": torch.arange(self.microbatches), **batch}
+        logits = schedule.step(input_ids, return_outputs=not training, **how)
+        loss = torch.stack(losses).sum().detach() if losses else torch.zeros((), device=self.device)
+        dist.all_reduce(loss, group=self.group)  # the last rank has it
+        if self.data_group is not None:
+            dist.all_reduce(loss, group=self.data_group)
+        return loss, None if logits is None else logits[:rows]
+
+    def _schedule_for(self, shape: tuple[int, int], training: bool):
+        """Return torch's schedule for microbatches of a shape, `(B, T)`; the last one is kept with its buffers."""
+        if self._running is None or self._running[0] != (shape, training):
+            stages = [self._make_stage(stage, shape) for stage in self.stages]
+            make = SCHEDULES[self.schedule]
+            schedule = make(stages, self.microbatches, loss_fn=self._compute_loss, scale_grads=False)
+            schedule._has_backward = training
+            self._running = (shape, training), schedule
+        return self._running[1]
+
+    def _make_stage(self, stage: Stage, shape: tuple[int, int]) -> PipelineStage:
+        index, width = stage.stage, (*shape, self.config.hidden_size)
+        token_ids = torch.empty(shape, dtype=torch.long, device="meta")
+        logits = torch.empty((*shape, self.config.vocab_size), dtype=stage.model.dtype, device="meta")
+        return PipelineStage(
+            stage,
+            index,
+            self.cut.num_stages,
+            self.device,
+            input_args=token_ids if stage.is_first else stage.tensors_at(index, width),
+            output_args=logits if stage.is_last else stage.tensors_at(index + 1, width),
+            group=self.group,
+        )
+
+    def _compute_loss(self, logits_BTV: torch.Tensor, labels_BT: torch.Tensor) -> torch.Tensor:
+        """Return a microbatch's part of the mean over all learned tokens."""
+        head = self.stages[-1].model
+        how = {"vocab_size": self.config.vocab_size, "num_items_in_batch": self._num_learned}
+        return head.loss_function(logits=logits_BTV, labels=labels_BT, **how)
+
+    def _sum_gradients(self) -> None:
+        """Sum over stages the gradients of what several have, and over replicas those of all."""
+        ends = {"model.embed": 0}
+        for name, parameter in self.named_parameters():
+            if parameter.requires_grad and parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+            if not parameter.requires_grad:
+                continue
+            if is_depth_parameter(name):
+                dist.all_reduce(parameter.grad, group=self.group)
+            if self.data_group is not None:
+                dist.all_reduce(parameter.grad, group=self.data_group)
+
+
+def fitting_microbatches(wanted: int, ranks: int) -> int:
+    """Return the least number of microbatches, not below the wanted one, that torch's interleaved 1F1B takes."""
+    number = wanted
+    while number % max(1, number // ranks) != 0:
+        number += 1
+    return number
+
+
+def fill_rows(batch: dict[str, torch.Tensor], count: int) -> dict[str, torch.Tensor]:
+    """Add rows to a batch from which nothing is learned: its last one again, with labels that are ignored."""
+    filled = {name: torch.cat([value, value[-1:].expand(count, *value.shape[1:])]) for name, value in batch.items()}
+    filled["labels"][len(filled["labels"]) - count :] = IGNORED
+    return filled
