@@ -15,19 +15,26 @@ Stage c of C = P·V runs on rank c mod P. Shapes: B rows of a microbatch, T toke
 
 import contextlib
 import copy
+import json
+import shutil
 from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from itertools import pairwise
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from safetensors import safe_open
 from torch import nn
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import ScheduleInterleaved1F1B, ScheduleLoopedBFS
-from torch.nn.functional import pad
-from transformers import PreTrainedConfig, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
 from common.errors import describe
+from common.files import complete_or_absent
+from common.quiet import quiet_transformers
 from modeling_attnres import is_depth_parameter
 from modeling_attnres.configuration_attnres import BlockLayout
 from modeling_attnres.depth_attention import statistics_dtype
@@ -316,7 +323,7 @@ def outer_parts(decoder: PreTrainedModel) -> tuple[str, str]:
     return embedding, norm
 
 
-# -------------------------------------------------------------------------------------------------- the stages of a rank
+# ------------------------------------------------------------------------------------------------- the stages of a rank
 
 
 class Pipeline:
@@ -364,6 +371,8 @@ class Pipeline:
         if microbatches < 1:
             raise TrainingError(f"A pipeline needs 1 microbatch or more, got {microbatches}.")
         self.config, self.device, self.schedule = model.config, model.device, schedule
+        head, embedding = model.get_output_embeddings().weight, model.get_input_embeddings().weight
+        self.tied = head if head is embedding else None
         layout = layout_of(model.config)
         self.cut = cut_layers(model.config.num_hidden_layers, ranks, virtual, layout, caching)
         self.microbatches = fitting_microbatches(microbatches, ranks) if schedule == "1f1b" else microbatches
@@ -401,22 +410,29 @@ class Pipeline:
     def run_step(self, batch: dict[str, torch.Tensor]) -> torch.Tensor:
         """Run a batch forward and backward.
 
-        The gradients, added to what is there, are those of the mean loss over all learned tokens of all replicas.
+        Gradients become those of the mean loss over all learned tokens of all replicas, whatever they were.
 
         Args:
             batch: `input_ids`, `labels`, and what else the model takes, each with a first dimension of rows.
 
         Returns:
             That loss, on every rank.
+
+        Raises:
+            TrainingError: another rank has ended, or did not answer in time.
         """
-        loss, _ = self._run(batch, training=True)
-        self._sum_gradients()
+        for parameter in self.parameters():
+            parameter.grad = None
+        with naming_lost_ranks(self.rank):
+            loss, _ = self._run(batch, training=True)
+            self._sum_gradients()
         return loss
 
     @torch.no_grad()
     def evaluate(self, batch: dict[str, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Return the loss of a batch on every rank, and its logits on the last one (elsewhere `None`)."""
-        return self._run(batch, training=False)
+        with naming_lost_ranks(self.rank):
+            return self._run(batch, training=False)
 
     def _run(self, batch: dict[str, torch.Tensor], training: bool) -> tuple[torch.Tensor, torch.Tensor | None]:
         rows, length = batch["input_ids"].shape
@@ -468,16 +484,138 @@ class Pipeline:
 
     def _sum_gradients(self) -> None:
         """Sum over stages the gradients of what several have, and over replicas those of all."""
-        ends = {"model.embed": 0}
-        for name, parameter in self.named_parameters():
-            if parameter.requires_grad and parameter.grad is None:
+        learned = [(name, one) for name, one in self.named_parameters() if one.requires_grad]
+        for _, parameter in learned:
+            if parameter.grad is None:  # experts that no token came to
                 parameter.grad = torch.zeros_like(parameter)
-            if not parameter.requires_grad:
-                continue
+        self._sum_tied_gradient()
+        for name, parameter in learned:
             if is_depth_parameter(name):
                 dist.all_reduce(parameter.grad, group=self.group)
             if self.data_group is not None:
                 dist.all_reduce(parameter.grad, group=self.data_group)
+
+    def _sum_tied_gradient(self) -> None:
+        """Sum the gradient of an embedding that is the head, too, over the first and the last rank, which have it."""
+        last = self.cut.ranks - 1
+        if self.tied is None or not self.tied.requires_grad or self.rank not in (0, last):
+            return
+        theirs, peer = torch.empty_like(self.tied.grad), last - self.rank
+        exchange = [
+            dist.P2POp(dist.isend, self.tied.grad, group=self.group, group_peer=peer),
+            dist.P2POp(dist.irecv, theirs, group=self.group, group_peer=peer),
+        ]
+        for work in dist.batch_isend_irecv(exchange):
+            work.wait()
+        self.tied.grad = self.tied.grad + theirs
+
+    def gradient_norm(self) -> torch.Tensor:
+        """Return the norm of the gradient of the whole model, what several ranks have counted once."""
+        named = [(name, one.grad) for name, one in self.named_parameters() if one.grad is not None]
+        counted = [grad for name, grad in named if self.rank == 0 or not is_depth_parameter(name)]
+        if self.tied is not None and self.rank > 0:
+            counted = [grad for grad in counted if grad is not self.tied.grad]
+        square = torch.nn.utils.get_total_norm(counted).square()
+        dist.all_reduce(square, group=self.group)
+        return square.sqrt()
+
+    def save_model(self, target: Path) -> None:
+        """Write the whole model, complete or not at all: each rank its tensors, one file a rank.
+
+        The folder is a checkpoint like any other; the names are those of a model that was never cut.
+
+        Raises:
+            TrainingError: a rank could not write its part.
+        """
+        with naming_lost_ranks(self.rank), complete_or_absent(target) if self.rank == 0 else nullcontext() as folder:
+            where = [folder]
+            dist.broadcast_object_list(where, group=self.group, group_src=0)
+            part, error = where[0] / f"stage-{self.rank}", None
+            try:
+                self.stages[0].model.save_pretrained(part, state_dict=self._own_state(), max_shard_size="1000TB")
+            except Exception as raised:  # others wait for this rank's answer
+                error = describe(raised)
+            errors = [None] * self.cut.ranks
+            dist.all_gather_object(errors, error, group=self.group)
+            for rank, found in enumerate(errors):
+                if found is not None:
+                    raise TrainingError(f"{target}: pipeline rank {rank} cannot write its part: {found}.")
+            if self.rank == 0:
+                join_parts(folder, [folder / f"stage-{rank}" for rank in range(self.cut.ranks)])
+        dist.barrier(group=self.group)
+
+    def _own_state(self) -> dict[str, torch.Tensor]:
+        """Return what this rank saves: of what several have, one rank has it."""
+        state = self.state_dict()
+        if self.rank == 0:
+            return state
+        tied = None if self.tied is None else self.tied.data_ptr()
+        return {
+            name: value
+            for name, value in state.items()
+            if not is_depth_parameter(name) and (tied is None or value.data_ptr() != tied)
+        }
+
+
+@contextlib.contextmanager
+def naming_lost_ranks(rank: int) -> Iterator[None]:
+    """Say that another rank was lost, where communication failed.
+
+    Raises:
+        TrainingError: in place of what torch raises.
+    """
+    try:
+        yield
+    except RuntimeError as error:
+        if not isinstance(error, dist.DistError) and "gloo" not in str(error):
+            raise
+        raise TrainingError(
+            f"pipeline rank {rank} stopped, for another rank has ended or did not answer in time: {describe(error)}"
+        ) from error
+
+
+def join_parts(folder: Path, parts: list[Path]) -> None:
+    """Make one checkpoint of those that the ranks wrote into folders within it."""
+    files, size = {}, 0
+    for number, part in enumerate(parts, start=1):
+        name = f"model-{number:05}-of-{len(parts):05}.safetensors"
+        (part / SAFE_WEIGHTS_NAME).rename(folder / name)
+        with safe_open(folder / name, "pt") as file:
+            files |= dict.fromkeys(file.keys(), name)
+        size += (folder / name).stat().st_size
+    for path in parts[0].iterdir():  # the config and its code
+        path.rename(folder / path.name)
+    index = {"metadata": {"total_size": size}, "weight_map": files}
+    (folder / SAFE_WEIGHTS_INDEX_NAME).write_text(json.dumps(index, indent=1) + "\n")
+    for part in parts:
+        shutil.rmtree(part)
+
+
+def load_part(path: str | Path, cut: Cut, rank: int, **kwargs) -> PreTrainedModel:
+    """Load a causal language model for a rank: the layers of other ranks are left out, in memory and from disk.
+
+    Args:
+        path: of a model with Attention Residuals.
+        cut: of its layers.
+        rank: in the pipeline.
+        kwargs: for `from_pretrained`.
+    """
+    config = AutoConfig.from_pretrained(path)
+    model_class = AutoModelForCausalLM._model_mapping[type(config)]
+    own = {layer for stage in range(rank, cut.num_stages, cut.ranks) for layer in cut.layers_of(stage)}
+
+    def make_without_layers(self, config, *args, **kwargs):
+        model_class.__init__(self, config, *args, **kwargs)
+        layers = self.get_decoder().layers
+        for index, layer in enumerate(layers):
+            if index not in own:
+                layers[index] = stand_in(layer, LayerElsewhere)
+
+    part_class = type(model_class.__name__, (model_class,), {"__init__": make_without_layers})
+    with quiet_transformers():  # it reports the tensors left out
+        model = part_class.from_pretrained(path, config=config, **kwargs)
+    model.__class__ = model_class
+    return model
 
 
 def fitting_microbatches(wanted: int, ranks: int) -> int:

@@ -1,0 +1,212 @@
+"""Pipeline parallelism: processes over gloo compute what one does, and send what the paper's formulas count."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from modeling_attnres.configuration_attnres import BlockLayout
+from tests.families import BY_NAME
+from training.loading import TrainingError
+from training.pipeline import cut_layers, fitting_microbatches, layout_of
+
+
+ROOT = Path(__file__).parents[2]
+processes = pytest.mark.slow
+
+
+def start(ranks: int, case: str, output: Path, **environment: str) -> list[subprocess.Popen]:
+    """Start a process a rank, none of which the others' launcher would end."""
+    command = [sys.executable, str(ROOT / "tests/training/pipelines.py"), case, str(output)]
+    shared = os.environ | environment | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "PYTHONPATH": str(ROOT)}
+    shared |= {"MASTER_ADDR": "localhost", "MASTER_PORT": str(free_port()), "WORLD_SIZE": str(ranks)}
+    return [
+        subprocess.Popen(command, cwd=ROOT, env=shared | {"RANK": str(rank)}, stderr=subprocess.PIPE, text=True)
+        for rank in range(ranks)
+    ]
+
+
+def free_port() -> int:
+    import socket
+
+    with socket.socket() as sock:
+        sock.bind(("localhost", 0))
+        return sock.getsockname()[1]
+
+
+def finish(started: list[subprocess.Popen]) -> list[tuple[int, str]]:
+    """The exit status of each process, and what it wrote to stderr."""
+    try:
+        errors = [process.communicate(timeout=240)[1] for process in started]
+    finally:
+        for process in started:
+            process.kill()
+    return [(process.returncode, error) for process, error in zip(started, errors, strict=True)]
+
+
+def run(ranks: int, case: str, output: Path, **environment: str) -> dict:
+    for status, error in finish(start(ranks, case, output, **environment)):
+        assert status == 0, error[-3000:]
+    return torch.load(output)
+
+
+# ------------------------------------------------------------------------------------------- the same as in one process
+
+TOLERANCES = {
+    "float32": {"loss": 1e-6, "gradient": 1e-6, "worst gradient": 2e-6, "norm": 1e-6, "logits": 1e-6},
+    # where the loss, of fp32 logits in transformers, is what remains
+    "float64": {"loss": 2e-7, "gradient": 5e-8, "worst gradient": 2e-7, "norm": 1e-8, "logits": 1e-15},
+}
+
+
+def assert_equal(found: dict, dtype: str = "float32") -> None:
+    for setting, errors in found.items():
+        for name, error in errors.items():
+            assert error <= TOLERANCES[dtype][name.removeprefix("evaluated ")], (setting, name)
+
+
+@processes
+@pytest.mark.parametrize(("ranks", "dtype"), [(2, "float32"), (2, "float64"), (4, "float32"), (4, "float64")])
+def test_a_step_is_that_of_one_process(ranks, dtype, tmp_path):
+    found = run(ranks, "equal", tmp_path / "errors.pt", DTYPE=dtype)
+    assert {setting[0] for setting in found} == {"block", "straddling", "uneven", "heads", "full", "none"}
+    assert_equal(found, dtype)
+
+
+@processes
+def test_an_embedding_that_is_the_head_has_the_gradient_of_both(tmp_path):
+    assert_equal(run(2, "tied", tmp_path / "errors.pt"))
+
+
+@processes
+def test_replicas_beside_the_pipeline_share_the_gradient(tmp_path):
+    assert_equal(run(4, "replicas", tmp_path / "errors.pt"))
+
+
+# --------------------------------------------------------------------------------------------------------- what travels
+
+
+def paper(ranks: int, virtual: int, blocks: int, caching: bool) -> int:
+    """Blocks sent per token, as the paper counts them, where each stage is `blocks` whole blocks."""
+    chunks = ranks * virtual
+    if not caching:
+        return chunks * (chunks - 1) // 2 * blocks
+    return ranks * (ranks - 1) // 2 * blocks + (virtual - 1) * ranks**2 * blocks
+
+
+def expected(ranks: int, virtual: int, blocks: int, caching: bool) -> int:
+    """The paper's count, and where it differs.
+
+    The embedding is a source, too: it travels to every stage, or with caching to every rank, once. And the paper counts
+    the block that a later stage's own rank made among those that it is sent.
+    """
+    if not caching:
+        return paper(ranks, virtual, blocks, caching) + ranks * virtual - 1
+    return paper(ranks, virtual, blocks, caching) + (ranks - 1) - (virtual - 1) * ranks * blocks
+
+
+@pytest.mark.parametrize("caching", [True, False])
+@pytest.mark.parametrize("virtual", [1, 2, 3, 4])
+@pytest.mark.parametrize("ranks", [2, 3, 4])
+def test_the_plan_sends_what_the_paper_counts(ranks, virtual, caching):
+    for blocks in (1, 2, 3):
+        for size in (1, 2):
+            layers = ranks * virtual * blocks * size
+            layout = BlockLayout(layers, tuple(range(0, layers, size)))
+            cut = cut_layers(layers, ranks, virtual, layout, caching)
+            assert cut.total_sent == expected(ranks, virtual, blocks, caching)
+
+
+@processes
+def test_what_is_sent_is_what_the_plan_says(tmp_path):
+    found = run(4, "count", tmp_path / "counts.pt")
+    assert found == {key: expected(*key[:2], 2, key[2]) for key in found}
+    assert found.keys() == {
+        (ranks, v, caching) for ranks in (2, 3, 4) for v in (1, 2, 3, 4) for caching in (True, False)
+    }
+
+
+def test_kimi_k3_on_paper():
+    """93 layers in blocks of 12, cut into 4 · 4 stages of which most begin within a block."""
+    layout = BlockLayout(93, tuple(range(0, 93, 12)))
+    cached, whole = (cut_layers(93, 4, 4, layout, caching) for caching in (True, False))
+    assert [len(cached.layers_of(stage)) for stage in range(16)] == [6] * 13 + [5] * 3
+    assert whole.total_sent == sum(seen_by_hand(layout, whole.starts[stage]) + 1 for stage in range(1, 16))
+    assert cached.total_sent < whole.total_sent / 2
+
+
+def seen_by_hand(layout: BlockLayout, layer: int) -> int:
+    """How many blocks have closed before a layer: the embedding, and those that another began after."""
+    return 1 + sum(start < layer for start in layout.starts[1:])
+
+
+def test_a_rank_is_sent_no_block_twice_and_misses_none():
+    for layout in (
+        BlockLayout(13, (0, 1, 5, 6, 7, 12)),
+        BlockLayout(13, tuple(range(13)), full=True),
+        BlockLayout(13, (0,)),
+    ):
+        for ranks in (2, 3, 4):
+            for virtual in (1, 2, 3):
+                cut = cut_layers(13, ranks, virtual, layout)
+                for rank in range(ranks):
+                    has: set[int] = set()
+                    for stage in range(rank, cut.num_stages, ranks):
+                        sent = set(cut.sent(stage))
+                        assert not sent & has
+                        has |= sent
+                        assert has >= set(range(cut.closed_before(stage)))
+                        if stage + 1 < cut.num_stages:  # what it makes, and the running sum if that is a block now
+                            has = set(range(cut.closed_after(stage + 1)))
+
+
+# -------------------------------------------------------------------------------------------------------------- refusals
+
+
+def test_more_stages_than_layers_are_refused():
+    with pytest.raises(TrainingError, match="has 8 stages, but the model has 6 decoder layers"):
+        cut_layers(6, 4, 2, None)
+
+
+def test_the_form_add_is_refused():
+    with pytest.raises(TrainingError, match='attn_res_form="add" cannot be cut'):
+        layout_of(BY_NAME["Llama"].config(attn_res_form="add"))
+
+
+def test_microbatches_that_the_schedule_cannot_order_are_filled_up():
+    assert [fitting_microbatches(number, 2) for number in (1, 2, 3, 5, 6, 7)] == [1, 2, 3, 6, 6, 8]
+
+
+# ------------------------------------------------------------------------------------------------ checkpoints, and loss
+
+
+@processes
+@pytest.mark.parametrize("family", ["Llama", "Qwen3Moe"])
+def test_ranks_load_their_layers_alone_and_save_one_model(family, tmp_path):
+    source = tmp_path / "model"
+    BY_NAME[family].causal_lm(attn_res_block_size=2).save_pretrained(source)
+    found = run(3, "checkpoint", tmp_path / "sizes.pt", MODEL=str(source))
+    assert max(found["parts"]) < 0.7 * found["whole"]
+    assert sorted(path.name for path in (tmp_path / "saved").glob("model*")) == [
+        *(f"model-0000{number}-of-00003.safetensors" for number in (1, 2, 3)),
+        "model.safetensors.index.json",
+    ]
+    one, two = (AutoModelForCausalLM.from_pretrained(tmp_path / name).state_dict() for name in ("model", "saved"))
+    assert one.keys() == two.keys()
+    assert all(torch.equal(value, two[name]) for name, value in one.items())
+
+
+@processes
+@pytest.mark.parametrize("how", ["stepping", "saving"])
+def test_a_rank_that_dies_ends_the_others_with_its_reason(how, tmp_path):
+    *others, (dead, _) = finish(start(3, "lost", tmp_path / "nothing", HOW=how, TIMEOUT="20"))
+    assert dead == 3
+    for rank, (status, error) in enumerate(others):
+        assert status == 2, error
+        assert re.search(f"^error: pipeline rank {rank} stopped, for another rank has ended", error, re.MULTILINE)
+    assert list(tmp_path.iterdir()) == []
