@@ -18,7 +18,6 @@ import copy
 import json
 import shutil
 from collections.abc import Iterator, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -26,10 +25,12 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from safetensors import safe_open
+from safetensors.torch import save_file
 from torch import nn
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import ScheduleInterleaved1F1B, ScheduleLoopedBFS
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers.core_model_loading import revert_weight_conversion
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
 from common.errors import describe
@@ -527,12 +528,13 @@ class Pipeline:
         Raises:
             TrainingError: a rank could not write its part.
         """
-        with naming_lost_ranks(self.rank), complete_or_absent(target) if self.rank == 0 else nullcontext() as folder:
+        writing = complete_or_absent(target) if self.rank == 0 else contextlib.nullcontext()
+        with naming_lost_ranks(self.rank), writing as folder:
             where = [folder]
             dist.broadcast_object_list(where, group=self.group, group_src=0)
             part, error = where[0] / f"stage-{self.rank}", None
             try:
-                self.stages[0].model.save_pretrained(part, state_dict=self._own_state(), max_shard_size="1000TB")
+                self._save_part(part)
             except Exception as raised:  # others wait for this rank's answer
                 error = describe(raised)
             errors = [None] * self.cut.ranks
@@ -543,6 +545,16 @@ class Pipeline:
             if self.rank == 0:
                 join_parts(folder, [folder / f"stage-{rank}" for rank in range(self.cut.ranks)])
         dist.barrier(group=self.group)
+
+    def _save_part(self, part: Path) -> None:
+        """Write what this rank saves to a folder; the first one's is a checkpoint, with a config and its code."""
+        model, state = self.stages[0].model, self._own_state()
+        if self.rank == 0:
+            model.save_pretrained(part, state_dict=state, max_shard_size="1000TB")
+        else:  # save_pretrained writes on the first rank alone
+            part.mkdir()
+            state = {name: value.contiguous() for name, value in revert_weight_conversion(model, state).items()}
+            save_file(state, part / SAFE_WEIGHTS_NAME, metadata={"format": "pt"})
 
     def _own_state(self) -> dict[str, torch.Tensor]:
         """Return what this rank saves: of what several have, one rank has it."""

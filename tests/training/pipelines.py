@@ -77,7 +77,7 @@ def compare(model, pipeline: Pipeline, share: slice = slice(None)) -> dict[str, 
 def equal(output: Path) -> None:
     """Every layout, with one and two virtual stages; numbers of microbatches that divide rows and ranks, or do not."""
     dtype = getattr(torch, os.environ["DTYPE"])
-    settings = [(1, "gpipe", 2), (1, "1f1b", 5), (2, "1f1b", 3), (2, "gpipe", 4), (2, "1f1b", 7)]
+    settings = [(1, "1f1b", 5), (2, "1f1b", 3), (2, "gpipe", 4), (2, "1f1b", 7)]
     found = {}
     for name, fields in LAYOUTS.items():
         for virtual, schedule, microbatches in settings:
@@ -169,7 +169,7 @@ def lost(output: Path) -> None:
     pipeline = Pipeline(make(attn_res_block_size=3), microbatches=4)
     pipeline.run_step(batch())
     if os.environ["HOW"] == "saving" and dist.get_rank() == dist.get_world_size() - 1:
-        pipeline.stages[0].model.save_pretrained = lambda *args, **kwargs: os._exit(3)
+        pipeline.state_dict = lambda: os._exit(3)
     elif dist.get_rank() == dist.get_world_size() - 1:
         layer = pipeline.stages[0].model.model.layers[-1]
         layer.register_forward_hook(lambda *args: os._exit(3))

@@ -2,6 +2,7 @@
 
 import os
 import re
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -32,8 +33,6 @@ def start(ranks: int, case: str, output: Path, **environment: str) -> list[subpr
 
 
 def free_port() -> int:
-    import socket
-
     with socket.socket() as sock:
         sock.bind(("localhost", 0))
         return sock.getsockname()[1]
@@ -71,7 +70,7 @@ def assert_equal(found: dict, dtype: str = "float32") -> None:
 
 
 @processes
-@pytest.mark.parametrize(("ranks", "dtype"), [(2, "float32"), (2, "float64"), (4, "float32"), (4, "float64")])
+@pytest.mark.parametrize(("ranks", "dtype"), [(2, "float32"), (2, "float64"), (4, "float32")])
 def test_a_step_is_that_of_one_process(ranks, dtype, tmp_path):
     found = run(ranks, "equal", tmp_path / "errors.pt", DTYPE=dtype)
     assert {setting[0] for setting in found} == {"block", "straddling", "uneven", "heads", "full", "none"}
@@ -165,7 +164,7 @@ def test_a_rank_is_sent_no_block_twice_and_misses_none():
                             has = set(range(cut.closed_after(stage + 1)))
 
 
-# -------------------------------------------------------------------------------------------------------------- refusals
+# ------------------------------------------------------------------------------------------------------------- refusals
 
 
 def test_more_stages_than_layers_are_refused():
@@ -192,7 +191,7 @@ def test_ranks_load_their_layers_alone_and_save_one_model(family, tmp_path):
     BY_NAME[family].causal_lm(attn_res_block_size=2).save_pretrained(source)
     found = run(3, "checkpoint", tmp_path / "sizes.pt", MODEL=str(source))
     assert max(found["parts"]) < 0.7 * found["whole"]
-    assert sorted(path.name for path in (tmp_path / "saved").glob("model*")) == [
+    assert sorted(path.name for path in (tmp_path / "saved").glob("model[.-]*")) == [
         *(f"model-0000{number}-of-00003.safetensors" for number in (1, 2, 3)),
         "model.safetensors.index.json",
     ]
