@@ -12,6 +12,7 @@ from .adapter import merge_adapter
 from .diagnose import diagnose_model
 from .finetune import Recipe, finetune_model
 from .options import Arguments, OptionParser
+from .pipeline_trainer import PipelineOptions
 from .pretrain import Pretraining, prepare_run, pretrain_model
 from .scaling import scale_modes
 from .sweep import read_sweep, run_sweep
@@ -58,8 +59,7 @@ def finetune_options() -> OptionParser:
 )
 def pretrain(context: typer.Context) -> None:
     """Train from random weights, with Attention Residuals or with standard residuals."""
-    recipe, arguments = pretrain_options().parse(context.args)
-    pretrain_model(recipe, arguments)
+    pretrain_model(*pretrain_options().parse(context.args))
 
 
 def pretrain_options() -> OptionParser:
@@ -67,6 +67,7 @@ def pretrain_options() -> OptionParser:
     return OptionParser(
         Pretraining,
         Arguments,
+        PipelineOptions,
         usage="python -m training pretrain [RECIPE.yaml] --config FOLDER --data FILE … --output FOLDER [--resume] […]",
         description=f"{pretrain.__doc__} Options are written with - or _ between words. A YAML or JSON file of them "
         "('depth_lr_factor: 2', one per line) may come first; the options after it override it.",

@@ -17,7 +17,7 @@ import contextlib
 import copy
 import json
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -87,6 +87,14 @@ class Cut:
         """Return the decoder layers of a stage."""
         return [range(start, end) for start, end in pairwise((*self.starts, self.num_layers))][stage]
 
+    def stages_of(self, rank: int) -> range:
+        """Return the stages of a rank."""
+        return range(rank, self.num_stages, self.ranks)
+
+    def layers_on(self, rank: int) -> set[int]:
+        """Return the decoder layers of a rank's stages."""
+        return {layer for stage in self.stages_of(rank) for layer in self.layers_of(stage)}
+
     def closed_before(self, stage: int) -> int:
         """Return how many blocks have closed where the stage begins; its first layer may close one more."""
         first = self.starts[stage]
@@ -145,6 +153,10 @@ def layout_of(config: PreTrainedConfig) -> BlockLayout | None:
     Raises:
         TrainingError: what travels would not be running sums and blocks alone.
     """
+    if getattr(config, "output_router_logits", False):
+        raise TrainingError(
+            "output_router_logits: the router loss of a pipeline's stages is not gathered; expected false."
+        )
     if config.attn_res_mode == "none":
         return None
     if config.attn_res_form == "add":
@@ -178,10 +190,10 @@ class Exit(LayerElsewhere):
         return hidden_states_BTD
 
 
-def stand_in(layer: nn.Module, kind: type[LayerElsewhere]) -> LayerElsewhere:
+def stand_in(layer: nn.Module, index: int, kind: type[LayerElsewhere] = LayerElsewhere) -> LayerElsewhere:
     """Make what stands for a layer: its plain attributes, by which families choose masks, and no parameter."""
     twin = copy.copy(layer)
-    twin.__class__ = kind
+    twin.__class__, twin.layer_index = kind, index
     twin._modules, twin._parameters, twin._buffers = {}, {}, {}
     return twin
 
@@ -191,6 +203,37 @@ def with_children(module: nn.Module, **children: nn.Module) -> nn.Module:
     twin = copy.copy(module)
     twin._modules = module._modules | children
     return twin
+
+
+def keep_parts(
+    model: PreTrainedModel,
+    layers: set[int],
+    is_first: bool,
+    is_last: bool,
+    kinds: dict[int, type[LayerElsewhere]] | None = None,
+) -> PreTrainedModel:
+    """Return a model that has some parts of another; it shares their modules, under their names.
+
+    Args:
+        model: a causal language model.
+        layers: the decoder layers to keep.
+        is_first, is_last: keep the embedding; keep the final norm and the head.
+        kinds: the stand-ins of other layers that are to be of a class of their own.
+
+    Raises:
+        TrainingError: the decoder has parameters outside of its layers, embedding and final norm.
+    """
+    decoder, kinds = model.get_decoder(), kinds or {}
+    kept = nn.ModuleList(
+        layer if index in layers else stand_in(layer, index, kinds.get(index, LayerElsewhere))
+        for index, layer in enumerate(decoder.layers)
+    )
+    embedding, norm = outer_parts(decoder)
+    left_out = ([] if is_first else [embedding]) + ([] if is_last else [norm])
+    parts = {"layers": kept} | {name: nn.Identity() for name in left_out}
+    heads = {} if is_last else {name: nn.Identity() for name, _ in model.named_children()}
+    where = next(name for name, child in model.named_children() if child is decoder)
+    return with_children(model, **heads | {where: with_children(decoder, **parts)})
 
 
 class BlockCache:
@@ -232,8 +275,6 @@ class Stage(nn.Module):
         stage: which of the cut.
         cache: of the rank.
 
-    Raises:
-        TrainingError: the decoder has parameters outside of its layers, embedding and final norm.
     """
 
     def __init__(self, model: PreTrainedModel, cut: Cut, stage: int, cache: BlockCache):
@@ -241,25 +282,13 @@ class Stage(nn.Module):
         self.cut, self.stage, self.cache = cut, stage, cache
         self.is_first, self.is_last = stage == 0, stage == cut.num_stages - 1
         self.rank_goes_on = cut.caching and stage + cut.ranks < cut.num_stages
-        decoder, layers = model.get_decoder(), cut.layers_of(stage)
-
-        # The layers before and after: those next to the stage's own take and leave what travels
-        own = [*decoder.layers]
-        for index, layer in enumerate(own):
-            if index not in layers:
-                kind = {layers.start - 1: Entrance, layers.stop: Exit}.get(index, LayerElsewhere)
-                own[index] = stand_in(layer, kind)
-                own[index].layer_index = index
+        self.context = contextlib.nullcontext  # what the forward runs in, as autocast
+        layers = cut.layers_of(stage)
+        kinds = {layers.start - 1: Entrance, layers.stop: Exit}  # they take and leave what travels
+        self.model = keep_parts(model, set(layers), self.is_first, self.is_last, kinds)
+        own = self.model.get_decoder().layers
         self.entrance = None if self.is_first else own[layers.start - 1]
         self.exit = None if self.is_last else own[layers.stop]
-
-        # The embedding is the first stage's, norm and head are the last one's
-        embedding, norm = outer_parts(decoder)
-        elsewhere = ([] if self.is_first else [embedding]) + ([] if self.is_last else [norm])
-        parts = {"layers": nn.ModuleList(own)} | {name: nn.Identity() for name in elsewhere}
-        head = next(name for name, child in model.named_children() if child is decoder)
-        rest = {name: nn.Identity() for name, child in model.named_children() if child is not decoder}
-        self.model = with_children(model, **{head: with_children(decoder, **parts)} | ({} if self.is_last else rest))
 
     def forward(self, *arrived: torch.Tensor, microbatch: torch.Tensor, **kwargs):
         """Run the stage's layers.
@@ -285,9 +314,10 @@ class Stage(nn.Module):
             self.entrance.arrived = blocks_BTD[: self.cut.closed_before(self.stage)], running_sum_BTD
             # Masks and positions are made for it; the stand-ins let no value of it through
             kwargs["inputs_embeds"] = running_sum_BTD.detach().to(self.model.dtype)
-        if self.is_last:
-            return self.model(**kwargs, use_cache=False).logits
-        self.model.get_decoder()(**kwargs, use_cache=False)
+        with self.context():
+            if self.is_last:
+                return self.model(**kwargs, use_cache=False).logits
+            self.model.get_decoder()(**kwargs, use_cache=False)
         blocks_BTD, running_sum_BTD = self.exit.left
         running_sum_BTD = running_sum_BTD.to(running_sum_dtype(self.model))
         if self.rank_goes_on:
@@ -342,6 +372,11 @@ class Pipeline:
             from, and the schedule "1f1b" needs a multiple of the ranks unless the number is close to one.
         schedule: "1f1b" (interleaved) or "gpipe".
         caching: a rank keeps the blocks it has seen.
+        device: where its stages run; default: where the model is.
+
+    Attributes:
+        model: the whole model without the layers, embedding or head of other ranks: its parameters, by their names, are
+            for an optimizer.
 
     Raises:
         TrainingError: more stages than layers, fewer than two ranks, or a model that cannot be cut.
@@ -349,7 +384,7 @@ class Pipeline:
     Example (of every process under torchrun):
         ```python
         pipeline = Pipeline(model, virtual=2, microbatches=8)
-        optimizer = torch.optim.AdamW(pipeline.parameters())
+        optimizer = torch.optim.AdamW(pipeline.model.parameters())
         loss = pipeline.run_step({"input_ids": rows, "labels": rows})
         optimizer.step()
         ```
@@ -364,6 +399,7 @@ class Pipeline:
         microbatches: int = 1,
         schedule: str = "1f1b",
         caching: bool = True,
+        device: torch.device | None = None,
     ):
         self.group, self.data_group = group or dist.group.WORLD, data_group
         self.rank, ranks = dist.get_rank(self.group), dist.get_world_size(self.group)
@@ -371,42 +407,21 @@ class Pipeline:
             raise TrainingError(f"A pipeline needs 2 ranks or more, got {ranks}.")
         if microbatches < 1:
             raise TrainingError(f"A pipeline needs 1 microbatch or more, got {microbatches}.")
-        self.config, self.device, self.schedule = model.config, model.device, schedule
+        self.config, self.device, self.schedule = model.config, device or model.device, schedule
         head, embedding = model.get_output_embeddings().weight, model.get_input_embeddings().weight
         self.tied = head if head is embedding else None
         layout = layout_of(model.config)
         self.cut = cut_layers(model.config.num_hidden_layers, ranks, virtual, layout, caching)
         self.microbatches = fitting_microbatches(microbatches, ranks) if schedule == "1f1b" else microbatches
         cache = BlockCache()
-        self.stages = [Stage(model, self.cut, stage, cache) for stage in range(self.rank, self.cut.num_stages, ranks)]
+        self.stages = [Stage(model, self.cut, stage, cache) for stage in self.cut.stages_of(self.rank)]
+        self.model = self.keep_parts(model).to(self.device)
         self._running: tuple[tuple, object] | None = None  # the shape of microbatches, and torch's schedule for it
         self._num_learned = 1
 
-    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """Give the parameters of this rank's stages once each, by their names in the whole model."""
-        named = {name: value for stage in self.stages for name, value in stage.model.named_parameters()}
-        yield from named.items()
-
-    def parameters(self) -> Iterator[nn.Parameter]:
-        """Give the parameters of this rank's stages, for an optimizer."""
-        for _, parameter in self.named_parameters():
-            yield parameter
-
-    def state_dict(self) -> dict[str, torch.Tensor]:
-        """Return the tensors of this rank's stages, by their names in the whole model."""
-        return {name: value for stage in self.stages for name, value in stage.model.state_dict().items()}
-
-    def load_state_dict(self, state: dict[str, torch.Tensor]) -> None:
-        """Load the tensors of this rank's stages; others are passed over.
-
-        Raises:
-            TrainingError: one is missing.
-        """
-        own = self.state_dict()
-        for name in own.keys() - state.keys():
-            raise TrainingError(f"{name} is missing, of a stage of pipeline rank {self.rank}.")
-        for stage in self.stages:
-            stage.model.load_state_dict({name: state[name] for name in stage.model.state_dict()})
+    def keep_parts(self, model: PreTrainedModel) -> PreTrainedModel:
+        """Return the parts of a model that this rank has of its own."""
+        return keep_parts(model, self.cut.layers_on(self.rank), self.rank == 0, self.rank == self.cut.ranks - 1)
 
     def run_step(self, batch: dict[str, torch.Tensor]) -> torch.Tensor:
         """Run a batch forward and backward.
@@ -422,7 +437,7 @@ class Pipeline:
         Raises:
             TrainingError: another rank has ended, or did not answer in time.
         """
-        for parameter in self.parameters():
+        for parameter in self.model.parameters():
             parameter.grad = None
         with naming_lost_ranks(self.rank):
             loss, _ = self._run(batch, training=True)
@@ -436,6 +451,8 @@ class Pipeline:
             return self._run(batch, training=False)
 
     def _run(self, batch: dict[str, torch.Tensor], training: bool) -> tuple[torch.Tensor, torch.Tensor | None]:
+        for stage in self.stages:
+            stage.train(training)
         rows, length = batch["input_ids"].shape
         batch = fill_rows(batch, -rows % self.microbatches)
         labels, input_ids = batch.pop("labels"), batch.pop("input_ids")
@@ -485,7 +502,7 @@ class Pipeline:
 
     def _sum_gradients(self) -> None:
         """Sum over stages the gradients of what several have, and over replicas those of all."""
-        learned = [(name, one) for name, one in self.named_parameters() if one.requires_grad]
+        learned = [(name, one) for name, one in self.model.named_parameters() if one.requires_grad]
         for _, parameter in learned:
             if parameter.grad is None:  # experts that no token came to
                 parameter.grad = torch.zeros_like(parameter)
@@ -512,7 +529,7 @@ class Pipeline:
 
     def gradient_norm(self) -> torch.Tensor:
         """Return the norm of the gradient of the whole model, what several ranks have counted once."""
-        named = [(name, one.grad) for name, one in self.named_parameters() if one.grad is not None]
+        named = [(name, one.grad) for name, one in self.model.named_parameters() if one.grad is not None]
         counted = [grad for name, grad in named if self.rank == 0 or not is_depth_parameter(name)]
         if self.tied is not None and self.rank > 0:
             counted = [grad for grad in counted if grad is not self.tied.grad]
@@ -520,10 +537,14 @@ class Pipeline:
         dist.all_reduce(square, group=self.group)
         return square.sqrt()
 
-    def save_model(self, target: Path) -> None:
+    def save_model(self, target: Path, add_files: Callable[[Path], None] = lambda folder: None) -> None:
         """Write the whole model, complete or not at all: each rank its tensors, one file a rank.
 
         The folder is a checkpoint like any other; the names are those of a model that was never cut.
+
+        Args:
+            target: the folder, which is absent or empty, and which all ranks can write to.
+            add_files: writes on the first rank what else belongs there.
 
         Raises:
             TrainingError: a rank could not write its part.
@@ -544,11 +565,12 @@ class Pipeline:
                     raise TrainingError(f"{target}: pipeline rank {rank} cannot write its part: {found}.")
             if self.rank == 0:
                 join_parts(folder, [folder / f"stage-{rank}" for rank in range(self.cut.ranks)])
+                add_files(folder)
         dist.barrier(group=self.group)
 
     def _save_part(self, part: Path) -> None:
         """Write what this rank saves to a folder; the first one's is a checkpoint, with a config and its code."""
-        model, state = self.stages[0].model, self._own_state()
+        model, state = self.model, self._own_state()
         if self.rank == 0:
             model.save_pretrained(part, state_dict=state, max_shard_size="1000TB")
         else:  # save_pretrained writes on the first rank alone
@@ -558,7 +580,7 @@ class Pipeline:
 
     def _own_state(self) -> dict[str, torch.Tensor]:
         """Return what this rank saves: of what several have, one rank has it."""
-        state = self.state_dict()
+        state = self.model.state_dict()
         if self.rank == 0:
             return state
         tied = None if self.tied is None else self.tied.data_ptr()
@@ -614,14 +636,14 @@ def load_part(path: str | Path, cut: Cut, rank: int, **kwargs) -> PreTrainedMode
     """
     config = AutoConfig.from_pretrained(path)
     model_class = AutoModelForCausalLM._model_mapping[type(config)]
-    own = {layer for stage in range(rank, cut.num_stages, cut.ranks) for layer in cut.layers_of(stage)}
+    own = cut.layers_on(rank)
 
     def make_without_layers(self, config, *args, **kwargs):
         model_class.__init__(self, config, *args, **kwargs)
         layers = self.get_decoder().layers
         for index, layer in enumerate(layers):
             if index not in own:
-                layers[index] = stand_in(layer, LayerElsewhere)
+                layers[index] = stand_in(layer, index)
 
     part_class = type(model_class.__name__, (model_class,), {"__init__": make_without_layers})
     with quiet_transformers():  # it reports the tensors left out
