@@ -11,9 +11,11 @@ from common.errors import command_line
 from .adapter import merge_adapter
 from .diagnose import diagnose_model
 from .finetune import Recipe, finetune_model
+from .loading import make_config
 from .options import Arguments, OptionParser
+from .pipeline import describe_cut
 from .pipeline_trainer import PipelineOptions
-from .pretrain import Pretraining, prepare_run, pretrain_model
+from .pretrain import Pretraining, prepare_run, pretrain_model, read_fields
 from .scaling import scale_modes
 from .sweep import read_sweep, run_sweep
 
@@ -140,6 +142,20 @@ def sweep(
 ) -> None:
     """Pre-train with every combination of options in a grid; run again, it goes on where it was stopped."""
     run_sweep(read_sweep(runs), jobs, prepare=lambda options: prepare_run(*pretrain_options().parse(options)))
+
+
+@app.command(epilog="Example: python -m training stages demo/tiny --pipeline 4 --virtual 2 --set attn_res_block_size=3")
+def stages(
+    config: Annotated[str, typer.Argument(help="A folder or hub id with the config.json of a model.")],
+    pipeline: Annotated[int, typer.Option(help="The number of processes.")],
+    virtual: Annotated[int, typer.Option(help="The number of stages on each.")] = 1,
+    fields: Annotated[
+        list[str] | None, typer.Option("--set", help="Other fields of the config, as NAME=VALUE.")
+    ] = None,
+) -> None:
+    """Say how a pipeline cuts a model's layers, and how many vectors of the model's width travel a token."""
+    changed = read_fields(Pretraining(config, [], fields=fields or []))
+    print("\n".join(describe_cut(make_config(config, changed), pipeline, virtual)))
 
 
 if __name__ == "__main__":

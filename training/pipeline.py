@@ -147,6 +147,33 @@ def cut_layers(num_layers: int, ranks: int, virtual: int, layout: BlockLayout | 
     return Cut(starts, num_layers, ranks, layout, caching)
 
 
+def describe_cut(config: PreTrainedConfig, ranks: int, virtual: int) -> list[str]:
+    """Describe in lines how a model is cut, and what travels in a forward pass, per token.
+
+    Beside it stands the paper's count for a model whose stages are C equal numbers of blocks, N_p each: without caching
+    C (C - 1) / 2 · N_p, with it P (P - 1) / 2 · N_p + (V - 1) P² · N_p. It leaves out the embedding, and counts blocks
+    that a rank has made itself.
+
+    Raises:
+        TrainingError: as `cut_layers`.
+    """
+    layout, layers = layout_of(config), config.num_hidden_layers
+    cut, whole = (cut_layers(layers, ranks, virtual, layout, caching) for caching in (True, False))
+    lines = [
+        f"stage {stage} on rank {stage % ranks}: layers {own.start} to {own.stop - 1}, "
+        f"sent {cut.num_sent(stage)} ({whole.num_sent(stage)} without caching)"
+        for stage in range(cut.num_stages)
+        if (own := cut.layers_of(stage))
+    ]
+    lines.append(f"together: {cut.total_sent} vectors a token ({whole.total_sent} without caching)")
+    if layout is not None:
+        blocks = (2 * layers if layout.full else len(layout.blocks)) / cut.num_stages
+        cached = (ranks * (ranks - 1) / 2 + (virtual - 1) * ranks**2) * blocks
+        history = cut.num_stages * (cut.num_stages - 1) / 2 * blocks
+        lines.append(f"by the paper's formulas, of {blocks:g} blocks a stage: {cached:g} ({history:g})")
+    return lines
+
+
 def layout_of(config: PreTrainedConfig) -> BlockLayout | None:
     """Return the blocks of a model, `None` where it has standard residuals.
 
@@ -416,7 +443,7 @@ class Pipeline:
         cache = BlockCache()
         self.stages = [Stage(model, self.cut, stage, cache) for stage in self.cut.stages_of(self.rank)]
         self.model = self.keep_parts(model).to(self.device)
-        self._running: tuple[tuple, object] | None = None  # the shape of microbatches, and torch's schedule for it
+        self._running: tuple[tuple[int, int], object] | None = None  # a shape of microbatches, and its schedule
         self._num_learned = 1
 
     def keep_parts(self, model: PreTrainedModel) -> PreTrainedModel:
@@ -460,24 +487,21 @@ class Pipeline:
         if self.data_group is not None:
             dist.all_reduce(learned, group=self.data_group)
         self._num_learned = learned
-        schedule = self._schedule_for((len(input_ids) // self.microbatches, length), training)
+        schedule = self._schedule_for((len(input_ids) // self.microbatches, length))
         losses: list[torch.Tensor] = []
         how = {"target": labels, "losses": losses, "microbatch": torch.arange(self.microbatches), **batch}
-        logits = schedule.step(input_ids, return_outputs=not training, **how)
+        logits = schedule.step(input_ids, return_outputs=False, **how) if training else schedule.eval(input_ids, **how)
         loss = torch.stack(losses).sum().detach() if losses else torch.zeros((), device=self.device)
         dist.all_reduce(loss, group=self.group)  # the last rank has it
         if self.data_group is not None:
             dist.all_reduce(loss, group=self.data_group)
         return loss, None if logits is None else logits[:rows]
 
-    def _schedule_for(self, shape: tuple[int, int], training: bool):
+    def _schedule_for(self, shape: tuple[int, int]):
         """Return torch's schedule for microbatches of a shape, `(B, T)`; the last one is kept with its buffers."""
-        if self._running is None or self._running[0] != (shape, training):
-            stages = [self._make_stage(stage, shape) for stage in self.stages]
-            make = SCHEDULES[self.schedule]
-            schedule = make(stages, self.microbatches, loss_fn=self._compute_loss, scale_grads=False)
-            schedule._has_backward = training
-            self._running = (shape, training), schedule
+        if self._running is None or self._running[0] != shape:
+            stages, make = [self._make_stage(stage, shape) for stage in self.stages], SCHEDULES[self.schedule]
+            self._running = shape, make(stages, self.microbatches, loss_fn=self._compute_loss, scale_grads=False)
         return self._running[1]
 
     def _make_stage(self, stage: Stage, shape: tuple[int, int]) -> PipelineStage:
@@ -534,7 +558,8 @@ class Pipeline:
         if self.tied is not None and self.rank > 0:
             counted = [grad for grad in counted if grad is not self.tied.grad]
         square = torch.nn.utils.get_total_norm(counted).square()
-        dist.all_reduce(square, group=self.group)
+        with naming_lost_ranks(self.rank):
+            dist.all_reduce(square, group=self.group)
         return square.sqrt()
 
     def save_model(self, target: Path, add_files: Callable[[Path], None] = lambda folder: None) -> None:

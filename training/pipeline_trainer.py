@@ -18,7 +18,7 @@ from common.files import whole_file
 from .checkpoints import RECIPE
 from .loading import TrainingError
 from .options import Arguments
-from .pipeline import SCHEDULES, Cut, Pipeline, cut_layers, layout_of, load_part
+from .pipeline import SCHEDULES, Pipeline, cut_layers, layout_of, load_part
 from .trainer import DepthTrainer, row_losses
 
 
@@ -60,12 +60,7 @@ def check_pipeline(options: PipelineOptions, config: PreTrainedConfig, arguments
         if options.virtual_stages != 1 or options.microbatches is not None:
             raise TrainingError("--virtual-stages and --microbatches go with --pipeline.")
         return
-    launched = int(os.environ.get("WORLD_SIZE", 1))
-    if options.pipeline < 2 or launched % options.pipeline != 0:
-        raise TrainingError(
-            f"--pipeline {options.pipeline}: expected 2 or more, and a multiple of that as processes; torchrun started "
-            f"{launched}."
-        )
+    cut_layers(config.num_hidden_layers, options.pipeline, options.virtual_stages, layout_of(config))
     if options.schedule not in SCHEDULES:
         raise TrainingError(f"--schedule must be {' or '.join(SCHEDULES)}, got {options.schedule}.")
     if options.microbatches is not None and options.microbatches < 1:
@@ -73,12 +68,12 @@ def check_pipeline(options: PipelineOptions, config: PreTrainedConfig, arguments
     for name, usual in (("gradient_accumulation_steps", 1), ("fsdp", False), ("fp16", False), ("torch_compile", False)):
         if getattr(arguments, name) != usual:
             raise TrainingError(f"--{name} does not go with --pipeline, whose batches are cut by --microbatches.")
-    cut_of(options, config)
-
-
-def cut_of(options: PipelineOptions, config: PreTrainedConfig) -> Cut:
-    """Cut the layers that a config describes."""
-    return cut_layers(config.num_hidden_layers, options.pipeline, options.virtual_stages, layout_of(config))
+    launched = int(os.environ.get("WORLD_SIZE", 1))
+    if options.pipeline < 2 or launched % options.pipeline != 0:
+        raise TrainingError(
+            f"--pipeline {options.pipeline}: expected 2 or more, and a multiple of that as processes; torchrun started "
+            f"{launched}."
+        )
 
 
 def make_pipeline(options: PipelineOptions, model: PreTrainedModel, arguments: Arguments) -> Pipeline:

@@ -1,7 +1,9 @@
 """Pipeline parallelism: processes over gloo compute what one does, and send what the paper's formulas count."""
 
+import json
 import os
 import re
+import shutil
 import socket
 import subprocess
 import sys
@@ -13,8 +15,13 @@ from transformers import AutoModelForCausalLM
 
 from modeling_attnres.configuration_attnres import BlockLayout
 from tests.families import BY_NAME
+from tests.oracle import relative_error
 from training.loading import TrainingError
 from training.pipeline import cut_layers, fitting_microbatches, layout_of
+
+from . import test_pretrain as pretraining
+from .conftest import refused, succeed
+from .test_distributed import launch
 
 
 ROOT = Path(__file__).parents[2]
@@ -139,6 +146,15 @@ def test_kimi_k3_on_paper():
     assert cached.total_sent < whole.total_sent / 2
 
 
+def test_the_plan_is_printed(save_config):
+    """Six layers in blocks of two, cut into 2 · 3 stages of a layer: every other one begins within a block."""
+    out = succeed("stages", save_config(attn_res_block_size=2), "--pipeline", 2, "--virtual", 3)
+    *stages, together, formulas = out.splitlines()
+    assert stages[3] == "stage 3 on rank 1: layers 3 to 3, sent 1 (3 without caching)"
+    assert together == "together: 6 vectors a token (14 without caching)"
+    assert formulas == "by the paper's formulas, of 0.5 blocks a stage: 4.5 (7.5)"
+
+
 def seen_by_hand(layout: BlockLayout, layer: int) -> int:
     """How many blocks have closed before a layer: the embedding, and those that another began after."""
     return 1 + sum(start < layer for start in layout.starts[1:])
@@ -179,6 +195,54 @@ def test_the_form_add_is_refused():
 
 def test_microbatches_that_the_schedule_cannot_order_are_filled_up():
     assert [fitting_microbatches(number, 2) for number in (1, 2, 3, 5, 6, 7)] == [1, 2, 3, 6, 6, 8]
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--pipeline", 4, "--virtual-stages", 2], "has 8 stages, but the model has 6 decoder layers"),
+        (["--pipeline", 2], "a multiple of that as processes; torchrun started 1"),
+        (["--pipeline", 2, "--gradient-accumulation-steps", 2], "gradient_accumulation_steps does not go with"),
+        (["--pipeline", 2, "--schedule", "zigzag"], "--schedule must be 1f1b or gpipe, got zigzag"),
+        (["--virtual-stages", 2], "go with --pipeline"),
+    ],
+)
+def test_options_that_cannot_work_are_refused(flags, message, save_config, text_file, tmp_path):
+    refused(message, *pretraining.command(save_config(), text_file, tmp_path / "out", *flags))
+
+
+# ---------------------------------------------------------------------------------------------------------- the command
+
+
+@processes
+@pytest.mark.parametrize(("ranks", "rows", "flags"), [(2, 4, []), (4, 2, ["--muon", "--schedule", "gpipe"])])
+def test_pretraining_follows_one_process_and_resumes(ranks, rows, flags, save_config, text_file, tmp_path):
+    config, muon = save_config(), ["--muon"] if "--muon" in flags else []
+    one = pretraining.run(config, text_file, tmp_path / "one", *muon)
+    how = {"per_device_train_batch_size": rows, "ddp_backend": "gloo", "save_strategy": "steps", "save_steps": 2}
+    flags = [*flags, "--pipeline", 2, "--virtual-stages", 2, "--resume"]
+    args = pretraining.command(config, text_file, tmp_path / "two", *flags, **how)
+    launch("-m", "training", *args, ranks=ranks)
+    assert_same_run(one, tmp_path, tolerance=2e-4 if muon else 1e-5)
+    # once more, from its middle
+    for leftover in ("model", "checkpoint-4"):
+        shutil.rmtree(tmp_path / "two" / leftover)
+    (tmp_path / "two/result.json").unlink()
+    launch("-m", "training", *args, ranks=ranks)
+    assert_same_run(one, tmp_path, tolerance=2e-4 if muon else 1e-5)
+
+
+def assert_same_run(one: dict, folder: Path, tolerance: float) -> None:
+    """The second run of a folder found what the first one did, which is given."""
+    two = json.loads((folder / "two/result.json").read_text())
+    assert pretraining.losses(two) == pytest.approx(pretraining.losses(one), rel=tolerance)
+    assert two["held_out_loss"] == pytest.approx(one["held_out_loss"], rel=tolerance)
+    assert [two[name] for name in ("steps", "parameters", "rows")] == [one[n] for n in ("steps", "parameters", "rows")]
+    assert two["run"]["tokens"] == one["run"]["tokens"]
+    expected, found = pretraining.saved(folder / "one"), pretraining.saved(folder / "two")
+    assert expected.keys() == found.keys()
+    for name, value in expected.items():
+        assert relative_error(found[name], value) <= 100 * tolerance, name
 
 
 # ------------------------------------------------------------------------------------------------ checkpoints, and loss
