@@ -466,7 +466,7 @@ class Pipeline:
         """
         for parameter in self.model.parameters():
             parameter.grad = None
-        with naming_lost_ranks(self.rank):
+        with naming_lost_processes():
             loss, _ = self._run(batch, training=True)
             self._sum_gradients()
         return loss
@@ -474,7 +474,7 @@ class Pipeline:
     @torch.no_grad()
     def evaluate(self, batch: dict[str, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Return the loss of a batch on every rank, and its logits on the last one (elsewhere `None`)."""
-        with naming_lost_ranks(self.rank):
+        with naming_lost_processes():
             return self._run(batch, training=False)
 
     def _run(self, batch: dict[str, torch.Tensor], training: bool) -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -558,7 +558,7 @@ class Pipeline:
         if self.tied is not None and self.rank > 0:
             counted = [grad for grad in counted if grad is not self.tied.grad]
         square = torch.nn.utils.get_total_norm(counted).square()
-        with naming_lost_ranks(self.rank):
+        with naming_lost_processes():
             dist.all_reduce(square, group=self.group)
         return square.sqrt()
 
@@ -575,7 +575,7 @@ class Pipeline:
             TrainingError: a rank could not write its part.
         """
         writing = complete_or_absent(target) if self.rank == 0 else contextlib.nullcontext()
-        with naming_lost_ranks(self.rank), writing as folder:
+        with naming_lost_processes(), writing as folder:
             where = [folder]
             dist.broadcast_object_list(where, group=self.group, group_src=0)
             part, error = where[0] / f"stage-{self.rank}", None
@@ -617,8 +617,8 @@ class Pipeline:
 
 
 @contextlib.contextmanager
-def naming_lost_ranks(rank: int) -> Iterator[None]:
-    """Say that another rank was lost, where communication failed.
+def naming_lost_processes() -> Iterator[None]:
+    """Say that another process was lost, where communication failed.
 
     Raises:
         TrainingError: in place of what torch raises.
@@ -629,7 +629,7 @@ def naming_lost_ranks(rank: int) -> Iterator[None]:
         if not isinstance(error, dist.DistError) and "gloo" not in str(error):
             raise
         raise TrainingError(
-            f"pipeline rank {rank} stopped, for another rank has ended or did not answer in time: {describe(error)}"
+            f"process {dist.get_rank()} stopped, for another has ended or did not answer in time: {describe(error)}"
         ) from error
 
 

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from accelerate import PartialState
 from torch import nn
 from torch.utils.data import DataLoader
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
@@ -156,6 +157,7 @@ class PipelineTrainer(DepthTrainer):
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         if self.replica == 0:  # the others have the same
             self.pipeline.save_model(Path(output_dir or self.args.output_dir))
+        PartialState().wait_for_everyone()  # before they write into the folder, too
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         if self.replica == 0:

@@ -25,6 +25,7 @@ from .corpus import Corpus, prepare_corpus
 from .loading import TrainingError, load_tokenizer, make_config
 from .monitor import DepthMonitor, ExpertMonitor, Monitor, experts_of
 from .options import Arguments, check_devices, check_trainer_options
+from .pipeline import naming_lost_processes
 from .pipeline_trainer import (
     NO_PIPELINE,
     PipelineOptions,
@@ -205,7 +206,7 @@ def _pretrain(recipe: Pretraining, arguments: Arguments, stages: PipelineOptions
         begin_run(output, resume, run, checkpoint)
 
     # The result
-    with telling_how_to_continue(trainer):
+    with telling_how_to_continue(trainer), naming_lost_processes():
         losses = train_and_evaluate(trainer, checkpoint)
         result = {
             "held_out_loss": losses,

@@ -271,5 +271,5 @@ def test_a_rank_that_dies_ends_the_others_with_its_reason(how, tmp_path):
     assert dead == 3
     for rank, (status, error) in enumerate(others):
         assert status == 2, error
-        assert re.search(f"^error: pipeline rank {rank} stopped, for another rank has ended", error, re.MULTILINE)
+        assert re.search(f"^error: process {rank} stopped, for another has ended", error, re.MULTILINE)
     assert list(tmp_path.iterdir()) == []
