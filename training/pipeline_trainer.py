@@ -114,7 +114,7 @@ class PipelineTrainer(DepthTrainer):
         self.pipeline = pipeline
         self.replica, self.replicas = dist.get_rank(pipeline.data_group), dist.get_world_size(pipeline.data_group)
         for stage in pipeline.stages:
-            stage.context = self.compute_loss_context_manager
+            stage.context = self.accelerator.autocast
         # accelerate takes each process for a replica: no DDP around a part of a model, and rows by the true replicas
         self.accelerator.prepare_model = lambda model, **kwargs: model
 

@@ -94,6 +94,26 @@ def tied(output: Path) -> None:
     save({"tied": compare(make(**fields), Pipeline(make(**fields), virtual=2, microbatches=2))}, output)
 
 
+def families(output: Path) -> None:
+    """Mixtures of experts and linear attention, for which microbatches alone change more than 1e-6."""
+    found = {}
+    for name in ("Mixtral", "DeepseekV3", "KimiLinear"):
+        model, whole = (BY_NAME[name].causal_lm(attn_res_block_size=2) for _ in range(2))
+        learned = (batch()["labels"][:, 1:] != -100).sum()
+        for first in (0, 2, 4):
+            own = {key: value[first : first + 2] for key, value in batch().items()}
+            labels = own.pop("labels")
+            how = {"labels": labels, "vocab_size": model.config.vocab_size, "num_items_in_batch": learned}
+            model.loss_function(logits=model(**own, use_cache=False).logits, **how).backward()
+        expected = dict(model.named_parameters())
+        pipeline = Pipeline(whole, virtual=2, microbatches=3)
+        pipeline.run_step(batch())
+        pairs = [(p.grad.flatten(), expected[key].grad) for key, p in pipeline.model.named_parameters()]
+        pairs = [(grad, other.flatten()) for grad, other in pairs if other is not None]
+        found[name] = {"gradient": distance(*map(torch.cat, zip(*pairs, strict=True)))}
+    save(found, output)
+
+
 def replicas(output: Path) -> None:
     """Two pipelines of two ranks, each with half the rows, which do not have as many learned tokens."""
     mesh = dist.init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "pipeline"))
@@ -187,6 +207,7 @@ if __name__ == "__main__":
     {
         "equal": equal,
         "tied": tied,
+        "families": families,
         "replicas": replicas,
         "count": count,
         "checkpoint": checkpoint,

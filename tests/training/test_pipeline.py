@@ -90,6 +90,12 @@ def test_an_embedding_that_is_the_head_has_the_gradient_of_both(tmp_path):
 
 
 @processes
+def test_experts_and_linear_attention_are_those_of_one_process(tmp_path):
+    """That is given the same microbatches: a router's choices make more of their rounding errors."""
+    assert_equal(run(2, "families", tmp_path / "errors.pt"))
+
+
+@processes
 def test_replicas_beside_the_pipeline_share_the_gradient(tmp_path):
     assert_equal(run(4, "replicas", tmp_path / "errors.pt"))
 
@@ -230,6 +236,19 @@ def test_pretraining_follows_one_process_and_resumes(ranks, rows, flags, save_co
     (tmp_path / "two/result.json").unlink()
     launch("-m", "training", *args, ranks=ranks)
     assert_same_run(one, tmp_path, tolerance=2e-4 if muon else 1e-5)
+
+
+@processes
+def test_bf16_is_that_of_one_process(save_config, text_file, tmp_path):
+    """In the first step, before its rounding errors are trained on."""
+    config, once = save_config(), {"max_steps": 1}
+    whole = pretraining.run(config, text_file, tmp_path / "whole", **once)
+    one = pretraining.run(config, text_file, tmp_path / "one", "--bf16", "True", **once)
+    how = once | {"bf16": True, "ddp_backend": "gloo", "pipeline": 2}
+    launch("-m", "training", *pretraining.command(config, text_file, tmp_path / "two", **how))
+    two = json.loads((tmp_path / "two/result.json").read_text())
+    assert pretraining.losses(two) == pytest.approx(pretraining.losses(one), rel=2e-7)
+    assert pretraining.losses(two) != pytest.approx(pretraining.losses(whole), rel=1e-6)
 
 
 def assert_same_run(one: dict, folder: Path, tolerance: float) -> None:
