@@ -2,6 +2,7 @@
 
 import os
 import sys
+import time
 from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
@@ -185,14 +186,15 @@ def checkpoint(output: Path) -> None:
 
 
 def lost(output: Path) -> None:
-    """The last rank ends in the second step, while the others wait for it."""
+    """The last rank ends, or hangs, while the others wait for it."""
     pipeline = Pipeline(make(attn_res_block_size=3), microbatches=4)
     pipeline.run_step(batch())
     if os.environ["HOW"] == "saving" and dist.get_rank() == dist.get_world_size() - 1:
         pipeline.model.state_dict = lambda: os._exit(3)
     elif dist.get_rank() == dist.get_world_size() - 1:
         layer = pipeline.stages[0].model.model.layers[-1]
-        layer.register_forward_hook(lambda *args: os._exit(3))
+        hang = os.environ["HOW"] == "hanging"
+        layer.register_forward_hook(lambda *args: time.sleep(15) if hang else os._exit(3))
     with one_line_errors():
         if os.environ["HOW"] == "saving":
             pipeline.save_model(output.with_name("saved"))

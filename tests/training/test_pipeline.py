@@ -284,10 +284,11 @@ def test_ranks_load_their_layers_alone_and_save_one_model(family, tmp_path):
 
 
 @processes
-@pytest.mark.parametrize("how", ["stepping", "saving"])
-def test_a_rank_that_dies_ends_the_others_with_its_reason(how, tmp_path):
-    *others, (dead, _) = finish(start(3, "lost", tmp_path / "nothing", HOW=how, TIMEOUT="20"))
-    assert dead == 3
+@pytest.mark.parametrize(("how", "end"), [("stepping", 3), ("saving", 3), ("hanging", 2)])
+def test_a_rank_that_dies_or_hangs_ends_the_others_with_its_reason(how, end, tmp_path):
+    timeout = "5" if how == "hanging" else "60"
+    *others, (lost, _) = finish(start(3, "lost", tmp_path / "nothing", HOW=how, TIMEOUT=timeout))
+    assert lost == end
     for rank, (status, error) in enumerate(others):
         assert status == 2, error
         assert re.search(f"^error: process {rank} stopped, for another has ended", error, re.MULTILINE)
