@@ -37,7 +37,15 @@ from . import configuration_attnres
 from .configuration_attnres import AUTO_CLASSES, PREFIX, BlockLayout, FamilyError, asked_for, base_of
 from .depth_attention import DepthAttention, choose_depth_reader, is_depth_parameter
 from .depth_forms import GeneralReader
-from .residual_stream import AddedMixture, AddPass, DepthPass, LayerView, ReplacePass, ResidualStream
+from .residual_stream import (
+    AddedMixture,
+    AddPass,
+    DepthPass,
+    LayerElsewhere,
+    LayerView,
+    ReplacePass,
+    ResidualStream,
+)
 
 
 logger = logging.get_logger(__name__)
@@ -283,9 +291,9 @@ class AttnResModelMixin(AttnResPreTrainedModelMixin):
         for index, layer in enumerate(layers):
             if isinstance(layer, GradientCheckpointingLayer) and not isinstance(layer, AttnResDecoderLayerMixin):
                 raise TypeError(f"Decoder layer {index} is a {type(layer).__name__}, without Attention Residuals.")
-        # The last one is ours, perhaps wrapped (by torch.compile, for checkpointing).
-        last = layers[-1].modules() if layers else ()
-        last_layer = next((module for module in last if isinstance(module, AttnResDecoderLayerMixin)), None)
+        # The last one is ours, perhaps wrapped (by torch.compile, for checkpointing), or lies in another stage.
+        last, ours = layers[-1].modules() if layers else (), (AttnResDecoderLayerMixin, LayerElsewhere)
+        last_layer = next((module for module in last if isinstance(module, ours)), None)
         if last_layer is None:
             found = type(layers[-1]).__name__ if layers else "none"
             raise TypeError(

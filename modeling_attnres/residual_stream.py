@@ -103,6 +103,19 @@ class DepthPass:
         """Read the output site: what the final norm is given, `[B, T, D]` in the model's dtype."""
         raise NotImplementedError
 
+    def hand_on(self, layer: int, hidden_states_BTD: torch.Tensor) -> tuple[Sequence[torch.Tensor], torch.Tensor]:
+        """Return what the layers from this one on continue with in another pass: closed blocks and the running sum.
+
+        Args:
+            layer: the index of the first of them.
+            hidden_states_BTD: what the layer before it returned.
+        """
+        raise NotImplementedError
+
+    def resume(self, blocks_BTD: Sequence[torch.Tensor], running_sum_BTD: torch.Tensor) -> torch.Tensor:
+        """Begin with what another pass handed on, and return the hidden states that the next layer is given."""
+        raise NotImplementedError
+
     def _advance(self, layer: int, running_sum_BTD: torch.Tensor) -> bool:
         """Close what closes where the layer starts; say whether anything did."""
         closed_after = self.layout.closed_blocks(2 * layer)
@@ -181,6 +194,16 @@ class ReplacePass(DepthPass):
         if self.output_gain != 1:
             mixture_BTD = mixture_BTD * self.output_gain
         return mixture_BTD.to(self.reader.dtype)
+
+    def hand_on(self, layer: int, hidden_states_BTD: torch.Tensor) -> tuple[Sequence[torch.Tensor], torch.Tensor]:
+        running_sum_BTD = self._take_running_sum(layer, hidden_states_BTD)
+        return self.reader.blocks, running_sum_BTD
+
+    def resume(self, blocks_BTD: Sequence[torch.Tensor], running_sum_BTD: torch.Tensor) -> torch.Tensor:
+        self.reader.start(blocks_BTD[0])  # the embedding
+        for block_BTD in blocks_BTD:
+            self._close(block_BTD)
+        return self.leave_layer(running_sum_BTD)
 
     def _take_running_sum(self, layer: int, hidden_states_BTD: torch.Tensor) -> torch.Tensor:
         """Return the running sum as the layer before made it, or as hooks or other modules changed it since.
@@ -440,6 +463,14 @@ class AddedMixture:
                 f"{layer_class.__name__}: expected two reads of the residual stream, found {self.num_reads}."
             )
         return result
+
+
+class LayerElsewhere(nn.Module):
+    """Stands for a decoder layer that another pipeline stage runs: the model's forward passes through it."""
+
+    def forward(self, hidden_states_BTD: torch.Tensor, *args, depth_pass: DepthPass | None = None, **kwargs):
+        """Return what it is given."""
+        return hidden_states_BTD
 
 
 class LayerView:

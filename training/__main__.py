@@ -12,8 +12,11 @@ from .adapter import merge_adapter
 from .diagnose import diagnose_model
 from .distil import Distillation, distil_model
 from .finetune import Recipe, finetune_model
+from .loading import make_config
 from .options import Arguments, OptionParser
-from .pretrain import Pretraining, prepare_run, pretrain_model
+from .pipeline import describe_cut
+from .pipeline_trainer import PipelineOptions
+from .pretrain import Pretraining, prepare_run, pretrain_model, read_fields
 from .scaling import scale_modes
 from .sweep import read_sweep, run_sweep
 
@@ -59,8 +62,7 @@ def finetune_options() -> OptionParser:
 )
 def pretrain(context: typer.Context) -> None:
     """Train from random weights, with Attention Residuals or with standard residuals."""
-    recipe, arguments = pretrain_options().parse(context.args)
-    pretrain_model(recipe, arguments)
+    pretrain_model(*pretrain_options().parse(context.args))
 
 
 def pretrain_options() -> OptionParser:
@@ -68,6 +70,7 @@ def pretrain_options() -> OptionParser:
     return OptionParser(
         Pretraining,
         Arguments,
+        PipelineOptions,
         usage="python -m training pretrain [RECIPE.yaml] --config FOLDER --data FILE … --output FOLDER [--resume] […]",
         description=f"{pretrain.__doc__} Options are written with - or _ between words. A YAML or JSON file of them "
         "('depth_lr_factor: 2', one per line) may come first; the options after it override it.",
@@ -163,6 +166,20 @@ def sweep(
 ) -> None:
     """Pre-train with every combination of options in a grid; run again, it goes on where it was stopped."""
     run_sweep(read_sweep(runs), jobs, prepare=lambda options: prepare_run(*pretrain_options().parse(options)))
+
+
+@app.command(epilog="Example: python -m training stages demo/tiny --pipeline 4 --virtual 2 --set attn_res_block_size=3")
+def stages(
+    config: Annotated[str, typer.Argument(help="A folder or hub id with the config.json of a model.")],
+    pipeline: Annotated[int, typer.Option(help="The number of processes.")],
+    virtual: Annotated[int, typer.Option(help="The number of stages on each.")] = 1,
+    fields: Annotated[
+        list[str] | None, typer.Option("--set", help="Other fields of the config, as NAME=VALUE.")
+    ] = None,
+) -> None:
+    """Say how a pipeline cuts a model's layers, and how many vectors of the model's width travel a token."""
+    changed = read_fields(Pretraining(config, [], fields=fields or []))
+    print("\n".join(describe_cut(make_config(config, changed), pipeline, virtual)))
 
 
 if __name__ == "__main__":

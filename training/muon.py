@@ -63,9 +63,8 @@ def matrices_within_layers(model: nn.Module) -> dict[str, nn.Parameter]:
 
     Not embeddings, the head, depth parameters, norms, biases or convolutions.
     """
-    ends = {
-        id(part.weight) for part in (model.get_input_embeddings(), model.get_output_embeddings()) if part is not None
-    }
+    outer = model.get_input_embeddings(), model.get_output_embeddings()
+    ends = {id(getattr(part, "weight", None)) for part in outer}  # a pipeline's rank may lack them
     return {
         name: parameter
         for name, parameter in model.named_parameters()

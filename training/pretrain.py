@@ -25,6 +25,16 @@ from .corpus import Corpus, prepare_corpus
 from .loading import TrainingError, load_tokenizer, make_config
 from .monitor import DepthMonitor, ExpertMonitor, Monitor, experts_of
 from .options import Arguments, check_devices, check_trainer_options
+from .pipeline import naming_lost_processes
+from .pipeline_trainer import (
+    NO_PIPELINE,
+    PipelineOptions,
+    PipelineTrainer,
+    check_pipeline,
+    make_pipeline,
+    outline,
+    save_pipeline_results,
+)
 from .scaling import describe_run as describe_for_scaling
 from .trainer import DepthTrainer, save_results, telling_how_to_continue, train_and_evaluate
 
@@ -111,7 +121,9 @@ def read_fields(recipe: Pretraining) -> dict[str, object]:
     return fields if recipe.mode is None else fields | {"attn_res_mode": recipe.mode}
 
 
-def check_arguments(recipe: Pretraining, arguments: Arguments) -> PreTrainedConfig:
+def check_arguments(
+    recipe: Pretraining, arguments: Arguments, stages: PipelineOptions = NO_PIPELINE
+) -> PreTrainedConfig:
     """Refuse what cannot work before data is read; returns the model's config."""
     config = make_config(recipe.config, read_fields(recipe))
     if not 0 < recipe.held_out <= 0.5:
@@ -127,10 +139,11 @@ def check_arguments(recipe: Pretraining, arguments: Arguments) -> PreTrainedConf
         raise TrainingError(f"--muon goes with --optim adamw_torch or adamw_torch_fused, got {arguments.optim.value}.")
     check_trainer_options(arguments)
     check_devices(arguments)
+    check_pipeline(stages, config, arguments)
     return config
 
 
-def pretrain_model(recipe: Pretraining, arguments: Arguments) -> dict:
+def pretrain_model(recipe: Pretraining, arguments: Arguments, stages: PipelineOptions = NO_PIPELINE) -> dict:
     """Train from random weights, and write `model/` and `result.json` to the output folder; returns the result.
 
     Example:
@@ -146,15 +159,15 @@ def pretrain_model(recipe: Pretraining, arguments: Arguments) -> dict:
     Raises:
         UserError: before a model is made, but for a file that cannot be written.
     """
-    config = check_arguments(recipe, arguments)
+    config = check_arguments(recipe, arguments, stages)
     with contextlib.ExitStack() as stack:
         if arguments.should_save:
             busy = "another process trains there. Choose another --output."
             stack.enter_context(hold_folder(Path(arguments.output_dir), busy))
-        return _pretrain(recipe, arguments, config)
+        return _pretrain(recipe, arguments, stages, config)
 
 
-def _pretrain(recipe: Pretraining, arguments: Arguments, config: PreTrainedConfig) -> dict:
+def _pretrain(recipe: Pretraining, arguments: Arguments, stages: PipelineOptions, config: PreTrainedConfig) -> dict:
     output = Path(arguments.output_dir)
     if (output / MODEL).exists():
         raise TrainingError(f"{output / MODEL} exists: this run is finished. Choose another --output.")
@@ -166,30 +179,34 @@ def _pretrain(recipe: Pretraining, arguments: Arguments, config: PreTrainedConfi
     set_special_tokens(config, corpus.tokenizer)
     settings = asdict(recipe) | {"shards": str(corpus.folder)}
     decisive = {name: settings[name] for name in ("length", "depth_lr_factor", "muon")} | corpus.source
+    decisive |= stages.decisive
     run, resume = describe_run(config.to_dict() | decisive, arguments), arguments.resume_from_checkpoint
     checkpoint = checkpoint_to_resume(output, resume, run)
 
     # The model and its trainer
     model = make_model(config, arguments.seed)
     probe = torch.from_numpy(held_out_rows[0]["input_ids"])[None, :PROBE]
+    data = {"data_collator": default_data_collator, "train_dataset": rows, "eval_dataset": held_out_rows}
+    how = {"depth_lr": recipe.depth_lr_factor * arguments.learning_rate, "muon": recipe.muon}
     with reading("TrainingArguments"):
-        trainer = DepthTrainer(
-            model,
-            arguments,
-            data_collator=default_data_collator,
-            train_dataset=rows,
-            eval_dataset=held_out_rows,
-            depth_lr=recipe.depth_lr_factor * arguments.learning_rate,
-            muon=recipe.muon,
-            monitors=monitors_of(model, probe),
-        )
+        if stages.pipeline is None:
+            trainer, save = (
+                DepthTrainer(model, arguments, monitors=monitors_of(model, probe), **data, **how),
+                save_results,
+            )
+        else:  # no process keeps the whole model, which monitors read
+            trainer, save = (
+                PipelineTrainer(make_pipeline(stages, model, arguments), arguments, **data, **how),
+                save_pipeline_results,
+            )
+            model = outline(config)
     # Rows are equally long: the mean of their means, which experts' router losses go with, is that over all tokens
     trainer.model_accepts_loss_kwargs = False
     if arguments.should_save:
         begin_run(output, resume, run, checkpoint)
 
     # The result
-    with telling_how_to_continue(trainer):
+    with telling_how_to_continue(trainer), naming_lost_processes():
         losses = train_and_evaluate(trainer, checkpoint)
         result = {
             "held_out_loss": losses,
@@ -197,24 +214,24 @@ def _pretrain(recipe: Pretraining, arguments: Arguments, config: PreTrainedConfi
             "parameters": model.num_parameters(),
             "run": describe_for_scaling(model, recipe.length, count_tokens(trainer), arguments.seed, losses["after"]),
             "rows": {"training": len(rows), "held_out": len(held_out_rows)},
-            "recipe": settings,
+            "recipe": settings | stages.decisive,
             "log": trainer.state.log_history,
         }
-        model.config.use_cache = True  # which Trainer turns off
-        save_results(trainer, output / MODEL, result, run, corpus.tokenizer)
+        trainer.model.config.use_cache = True  # which Trainer turns off
+        save(trainer, output / MODEL, result, run, corpus.tokenizer)
     if arguments.should_save:
         before, after, steps = losses["before"], losses["after"], result["steps"]
         print(f"held-out loss: {before:.4f} before, {after:.4f} after {steps} steps; {output / MODEL}")
     return result
 
 
-def prepare_run(recipe: Pretraining, arguments: Arguments) -> None:
+def prepare_run(recipe: Pretraining, arguments: Arguments, stages: PipelineOptions = NO_PIPELINE) -> None:
     """Refuse what cannot work before a run starts, and tokenise the data if other runs share it.
 
     Raises:
         UserError: as `pretrain_model`.
     """
-    config = check_arguments(recipe, arguments)
+    config = check_arguments(recipe, arguments, stages)
     if recipe.shards is not None:
         corpus = open_corpus(recipe, Path(arguments.output_dir), config)
         for part in ("training", "held_out"):

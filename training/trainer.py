@@ -99,13 +99,7 @@ class DepthTrainer(Trainer):
         labels_BT = inputs.pop("labels")
         with torch.no_grad(), self.compute_loss_context_manager():
             logits_BTV = model(**inputs).logits
-        rows = [
-            torch.stack(
-                [cross_entropy(logits[:-1].float(), labels[1:], reduction="sum"), (labels[1:] != IGNORED).sum()]
-            )
-            for logits, labels in zip(logits_BTV, labels_BT, strict=True)
-        ]
-        self.losses.append(self.accelerator.gather_for_metrics(torch.stack(rows)))
+        self.losses.append(self.accelerator.gather_for_metrics(row_losses(logits_BTV, labels_BT)))
         return None, None, None
 
     def _load_from_checkpoint(self, resume_from_checkpoint, model=None) -> None:
@@ -129,6 +123,15 @@ class DepthTrainer(Trainer):
         if self.args.should_save:
             (path / COMPLETE).touch()
             rotate_checkpoints(self.args.output_dir, limit, self.state.best_model_checkpoint)
+
+
+def row_losses(logits_BTV: torch.Tensor, labels_BT: torch.Tensor) -> torch.Tensor:
+    """Return for each row the sum of the loss over its learned tokens, and their number, `[B, 2]`."""
+    rows = [
+        torch.stack([cross_entropy(logits[:-1].float(), labels[1:], reduction="sum"), (labels[1:] != IGNORED).sum()])
+        for logits, labels in zip(logits_BTV, labels_BT, strict=True)
+    ]
+    return torch.stack(rows)
 
 
 def train_and_evaluate(trainer: Trainer, checkpoint: Path | None) -> dict[str, float]:

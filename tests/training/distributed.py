@@ -99,9 +99,9 @@ def train_with_fsdp(command: list[str]) -> None:
             self.fsdp_plugin = fsdp_plugin
             self.distributed_type = PartialState._shared_state["distributed_type"] = DistributedType.FSDP
 
-    def without_refusing_cpus(recipe, arguments):
+    def without_refusing_cpus(recipe, arguments, *stages):
         fsdp, arguments.fsdp = arguments.fsdp, None
-        config = check(recipe, arguments)
+        config = check(recipe, arguments, *stages)
         arguments.fsdp = fsdp
         return config
 

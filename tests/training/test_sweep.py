@@ -211,7 +211,7 @@ SWEEPS = sorted((ROOT / "training/sweeps").glob("*.yaml"))
 def test_every_run_of_a_file_has_options_that_pretrain_takes(path, tmp_path):
     sweep = read_sweep(path)
     for name in sweep.runs:
-        recipe, arguments = pretrain_options().parse([*sweep.command_line(name), f"--output={tmp_path / name}"])
+        recipe, arguments, _ = pretrain_options().parse([*sweep.command_line(name), f"--output={tmp_path / name}"])
         check_arguments(recipe, arguments)
 
 
