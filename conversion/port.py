@@ -199,8 +199,8 @@ def attnres_config(checkpoint: Checkpoint, blocks: Blocks, form: Form) -> PreTra
         raise CheckpointError(describe(error)) from error
     if form.form == "replace" and drops_sources(config):
         raise CheckpointError(
-            f"A window of {form.window} hides sources, whose sum a port's norms read: it would not compute what "
-            "its source does. The form 'add' goes with it."
+            f"A window of {form.window} hides sources from some sites, whose mean then is not that of all that came "
+            "before: the port would not compute what its source does. The form 'add' goes with a window."
         )
     config.architectures = [model_class(type(config), checkpoint.has_head).__name__]
     config.auto_map = config.remote_code()

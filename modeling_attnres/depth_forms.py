@@ -163,12 +163,14 @@ def depth_interventions(model: nn.Module, interventions: dict[int, torch.Tensor]
     Args:
         model: a decoder with Attention Residuals, or a model that holds one.
         interventions: by site, a tensor whose last axis is the site's sources, in the order of its depth weights:
-            bool, `True` where the source may be read (the weights of the others are redistributed by the softmax), or
-            floating point, the weights to use in place of the model's. `[sources]` is for every token; else `[B, T,
-            sources]`, with several heads `[B, T, H, sources]`.
+            bool, `True` where the source may be read (a softmax gives its weight to the others), or floating point, the
+            weights to use in place of the model's. `[sources]` is for every token, so `generate` goes with it; else
+            `[B, T, sources]`, with several heads `[B, T, H, sources]`. Within another such context these alone hold.
 
     Raises:
-        ValueError: there is no such site, or its sources are as many as another number, or all are hidden.
+        ValueError: there is no such site, it reads another number of sources, all are hidden, or weights are not
+            finite.
+        TypeError: an intervention is no tensor of such a dtype.
 
     Example:
         import torch
@@ -185,16 +187,28 @@ def depth_interventions(model: nn.Module, interventions: dict[int, torch.Tensor]
         raise ValueError(f"{type(model).__name__} has no depth attention to intervene in.")
     layout = decoder.attn_res_layout
     for site, tensor in interventions.items():
-        if not 0 <= site < layout.num_sites:
-            raise ValueError(f"Site {site} does not exist; there are {layout.num_sites}, from 0.")
-        if tensor.shape[-1] != layout.num_sources(site):
-            raise ValueError(
-                f"Site {site} reads {layout.num_sources(site)} sources; the last axis of {list(tensor.shape)} differs."
-            )
-        if tensor.dtype == torch.bool and not tensor.any(-1).all():
-            raise ValueError(f"Site {site}: at least one source must stay.")
+        check_intervention(site, tensor, layout)
     before, decoder.depth_interventions = decoder.depth_interventions, interventions
     try:
         yield
     finally:
         decoder.depth_interventions = before
+
+
+def check_intervention(site: int, tensor: torch.Tensor, layout) -> None:
+    """Raise an error unless an intervention is one that the site can have."""
+    if site not in range(layout.num_sites):
+        raise ValueError(f"Site {site!r} does not exist; there are {layout.num_sites}, from 0.")
+    if not isinstance(tensor, torch.Tensor) or not (tensor.dtype == torch.bool or tensor.is_floating_point()):
+        kind = tensor.dtype if isinstance(tensor, torch.Tensor) else type(tensor).__name__
+        raise TypeError(f"Site {site}: expected a mask (a bool tensor) or weights (floating point), got {kind}.")
+    sources = layout.num_sources(site)
+    if tensor.dim() not in (1, 3, 4) or tensor.shape[-1] != sources:
+        raise ValueError(
+            f"Site {site} reads {sources} sources: expected a shape [{sources}], [B, T, {sources}] or, with several "
+            f"heads, [B, T, H, {sources}], got {list(tensor.shape)}."
+        )
+    if tensor.dtype == torch.bool and not tensor.any(-1).all():
+        raise ValueError(f"Site {site}: at least one source must stay.")
+    if not tensor.isfinite().all():
+        raise ValueError(f"Site {site}: the weights must be finite.")

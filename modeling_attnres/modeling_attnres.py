@@ -34,7 +34,7 @@ from transformers.utils import logging
 from transformers.utils.output_capturing import _CAN_RECORD_REGISTRY
 
 from . import configuration_attnres
-from .configuration_attnres import AUTO_CLASSES, PREFIX, BlockLayout, FamilyError, asked_for, base_of
+from .configuration_attnres import AUTO_CLASSES, PREFIX, FamilyError, asked_for, base_of
 from .depth_attention import DepthAttention, choose_depth_reader, is_depth_parameter
 from .depth_forms import GeneralReader
 from .residual_stream import (
@@ -142,12 +142,14 @@ class AttnResDecoderLayerMixin:
         return running_sum, *stream.kept_apart, *stream.weights, *rest
 
 
-def describe_layout(layout: BlockLayout) -> str:
-    """Describe the layers and blocks of a layout in a few words."""
-    blocks = "in Full mode" if layout.full else f"in blocks that start at {list(layout.starts)}"
-    form = ', form "add"' if layout.additive else ""
-    window = "" if layout.window is None else f", window {layout.window}"
-    return f"{layout.num_layers} decoder layers {blocks}{form}{window}"
+MADE_WITH = ("layers and blocks", "the form", "attn_res_scale_norm_eps")
+
+
+def made_with(config) -> tuple:
+    """Return what of a config a model cannot change any more once it is made; `MADE_WITH` names it."""
+    if config.attn_res_mode == "none":
+        return "standard residuals", None, False
+    return config.attn_res_layout, config.attn_res_depth_form, config.attn_res_scale_norm_eps
 
 
 def without_cache(kwargs: dict) -> dict:
@@ -235,16 +237,13 @@ class AttnResPreTrainedModelMixin:
             ValueError: the config describes other layers or blocks than the model has been made with.
         """
         decoder = getattr(self, self.base_model_prefix, self)  # of a head, or this model itself
-        made = getattr(decoder, "attn_res_layout", None)
-        if made is not None and (self.config.attn_res_mode == "none" or self.config.attn_res_layout != made):
+        made = getattr(decoder, "attn_res_made", None)
+        if made is not None and made_with(self.config) != made:
+            pairs = zip(MADE_WITH, made, made_with(self.config))
+            changed = ", ".join(f"{name} from {before} to {now}" for name, before, now in pairs if before != now)
             raise ValueError(
-                f"The config was changed since this model was made with {describe_layout(made)}: loaded again it would "
-                "read other sources. Set attn_res_mode, the blocks and num_hidden_layers back, or make a model anew."
-            )
-        if made is not None and self.config.attn_res_depth_form != decoder.attn_res.form:
-            raise ValueError(
-                f"The config was changed since this model was made: {self.config.attn_res_depth_form}, made with "
-                f"{decoder.attn_res.form}. Set the fields back, or make a model anew."
+                f"The config was changed since this model was made ({changed}): loaded again it would compute "
+                "something else. Set it back, or make a model anew."
             )
         self.config.auto_map = self.config.remote_code()
         super().save_pretrained(save_directory, **kwargs)
@@ -278,7 +277,7 @@ class AttnResModelMixin(AttnResPreTrainedModelMixin):
         """
         wanted = self.wants_depth_attentions(output_depth_attentions)
         weights = [] if depth_attentions_to is None else depth_attentions_to
-        if self.config.attn_res_mode != "none":
+        if hasattr(self, "attn_res"):
             kwargs["depth_pass"] = self.new_depth_pass(weights if wanted else None)
         if wanted and depth_attentions_to is None:
             return self.with_depth_attentions(super().forward, weights, args, kwargs)
@@ -301,7 +300,7 @@ class AttnResModelMixin(AttnResPreTrainedModelMixin):
                 f"layer; found {found}. Cut the model after one of its own layers."
             )
         parameters = self.attn_res()  # the one place where depth parameters are read
-        form = self.config.attn_res_depth_form
+        _, form, _ = self.attn_res_made
         reader_class = choose_depth_reader(
             self.config.attn_res_implementation,
             gradients=torch.is_grad_enabled(),
@@ -494,7 +493,7 @@ def install_depth_attention(model: PreTrainedModel) -> None:
     model.attn_res_eps = next((getattr(norm, name) for name in EPS_NAMES if hasattr(norm, name)), 1e-6)
     shared = _FAMILY_PARTS.get(base_type, {}).get("final_norm_reads_more", False)
     model.attn_res_output_gain = gain_of(None if shared else norm, layout.num_sites - 1)
-    model.attn_res_layout = layout
+    model.attn_res_layout, model.attn_res_made = layout, made_with(config)
     model.attn_res = DepthAttention.from_config(config)
 
     # Depth parameters are a unit of their own: of one dtype, as FSDP wants, and on one device.

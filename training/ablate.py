@@ -80,9 +80,9 @@ def loss_without(model: PreTrainedModel, ids: torch.Tensor, hidden: dict[int, in
         return model(ids, labels=ids, use_cache=False).loss.item()
 
 
-def ablation_table(ablation: Ablation, weights: list[list[float]], rows: int = 12) -> Table:
+def ablation_table(ablation: Ablation, weights: list[list[float]], layout: BlockLayout, rows: int = 12) -> Table:
     """Make a table of what matters most when it is hidden, beside the weight it has."""
-    table = Table("site", "source", "depth weight", "rise of the loss", title=f"loss {ablation.loss:.4f}")
+    table = Table("site", "without", "depth weight", "rise of the loss", title=f"loss {ablation.loss:.4f}")
     found = [
         (rise, site, source)
         for site, of_site in enumerate(ablation.by_site)
@@ -90,11 +90,25 @@ def ablation_table(ablation: Ablation, weights: list[list[float]], rows: int = 1
         if rise is not None and math.isfinite(rise)
     ]
     for rise, site, source in sorted(found, reverse=True)[:rows]:
-        table.add_row(site_name(site, len(weights)), str(source), f"{weights[site][source]:.3f}", f"{rise:+.4f}")
-    for block, rise in enumerate(ablation.from_all):
+        without = source_name(layout.sources_of(site)[source])
+        table.add_row(site_name(site, len(weights)), without, f"{weights[site][source]:.3f}", f"{rise:+.4f}")
+    blocks = layout.sources_of(layout.num_sites - 1)  # where no window hides any
+    for block, rise in zip(blocks if layout.window is None else [], ablation.from_all):
         if rise is not None:
-            table.add_row("all", f"block {block}", "", f"{rise:+.4f}")
+            table.add_row("all", source_name(block), "", f"{rise:+.4f}")
     return table
+
+
+def source_name(sums: range) -> str:
+    """Name a source by what it sums, as in `BlockLayout.sources_of`."""
+    if len(sums) == 0:
+        return "the null source"
+    if sums[0] == 0:
+        return "the embedding"
+    first, last = ((u - 1) // 2 for u in (sums[0], sums[-1]))
+    if len(sums) == 1:
+        return f"layer {first}'s {'attention' if sums[0] % 2 == 1 else 'MLP'}"
+    return f"layers {first}-{last}" if last > first else f"layer {first}"
 
 
 def site_name(site: int, num_sites: int) -> str:

@@ -94,7 +94,7 @@ def diagnose_model(
     if ablate:
         ablation = ablate_sources(model, ids)
         diagnosis["ablation"] = asdict(ablation)
-        Console().print(ablation_table(ablation, diagnosis["weights"]))
+        Console().print(ablation_table(ablation, diagnosis["weights"], config.attn_res_layout))
     write_diagnosis(diagnosis, output)
     print_summary(diagnosis, output)
     return diagnosis

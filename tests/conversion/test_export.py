@@ -140,7 +140,7 @@ def test_every_form_there_and_back(name, tmp_path):
 
 def test_a_window_is_lossless_beside_the_stream_only(tmp_path):
     BY_NAME["Llama"].base_causal_lm().save_pretrained(tmp_path / "base")
-    with pytest.raises(UserError, match=r"A window of 2 hides sources.*'add' goes with it"):
+    with pytest.raises(UserError, match=r"A window of 2 hides sources.*'add' goes with a window"):
         port_checkpoint(str(tmp_path / "base"), tmp_path / "port", form=Form(window=2))
     report = port_checkpoint(str(tmp_path / "base"), tmp_path / "port", form=Form("add", window=2), verify=True)
     assert report.verification.relative_error == 0

@@ -255,10 +255,27 @@ def test_a_reader_refuses_by_name_what_it_cannot_read(name):
             model(tokens())
 
 
-def test_a_config_of_another_form_is_not_saved(tmp_path):
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"attn_res_heads": 2},
+        {"attn_res_weights": "sigmoid"},
+        {"attn_res_query": "input"},
+        {"attn_res_key_norm": False},
+        {"attn_res_form": "add"},
+        {"attn_res_window": 1},
+        {"attn_res_scale_norm_eps": True},
+        {"attn_res_mode": "none"},
+    ],
+)
+def test_a_config_that_is_changed_later_has_no_effect_and_is_not_saved(fields, tmp_path):
     model = model_of("1 head", "blocks of 2")
-    model.config.attn_res_heads = 2
-    with pytest.raises(ValueError, match=r"heads=2.*made with"):
+    with torch.no_grad():
+        expected = model(tokens()).logits
+        for name, value in fields.items():
+            setattr(model.config, name, value)
+        assert torch.equal(model(tokens()).logits, expected)
+    with pytest.raises(ValueError, match=r"The config was changed since this model was made .*Set it back"):
         model.save_pretrained(tmp_path)
 
 
@@ -363,8 +380,14 @@ def test_what_cannot_be_intervened_in_is_refused():
         ({99: torch.ones(2)}, "Site 99 does not exist"),
         ({5: torch.ones(2)}, "Site 5 reads 3 sources"),
         ({5: torch.zeros(3, dtype=torch.bool)}, "at least one source must stay"),
+        ({5: torch.ones(3, dtype=torch.long)}, "expected a mask .* got torch.int64"),
+        ({5: [True, False, True]}, "expected a mask .* got list"),
+        ({5: torch.full((3,), float("nan"))}, "must be finite"),
+        ({5: torch.tensor(1.0)}, "expected a shape"),
+        ({5: torch.ones(4, 3)}, "expected a shape"),
+        ({"5": torch.ones(3)}, "Site '5' does not exist"),
     ):
-        with pytest.raises(ValueError, match=message), depth_interventions(model, interventions):
+        with pytest.raises((ValueError, TypeError), match=message), depth_interventions(model, interventions):
             pass
     with pytest.raises(ValueError, match="no depth attention"), depth_interventions(LLAMA.base_causal_lm(), {}):
         pass
