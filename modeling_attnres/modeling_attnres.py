@@ -34,7 +34,7 @@ from transformers.utils import logging
 from transformers.utils.output_capturing import _CAN_RECORD_REGISTRY
 
 from . import configuration_attnres
-from .configuration_attnres import AUTO_CLASSES, PREFIX, FamilyError, asked_for, base_of
+from .configuration_attnres import AUTO_CLASSES, PREFIX, BlockLayout, FamilyError, asked_for, base_of
 from .depth_attention import DepthAttention, choose_depth_reader, is_depth_parameter
 from .depth_forms import GeneralReader
 from .residual_stream import (
@@ -149,7 +149,15 @@ def made_with(config) -> tuple:
     """Return what of a config a model cannot change any more once it is made; `MADE_WITH` names it."""
     if config.attn_res_mode == "none":
         return "standard residuals", None, False
-    return config.attn_res_layout, config.attn_res_depth_form, config.attn_res_scale_norm_eps
+    return describe_layout(config.attn_res_layout), config.attn_res_depth_form, config.attn_res_scale_norm_eps
+
+
+def describe_layout(layout: BlockLayout) -> str:
+    """Describe the layers and blocks of a layout in a few words."""
+    blocks = "in Full mode" if layout.full else f"in blocks that start at {list(layout.starts)}"
+    form = ', form "add"' if layout.additive else ""
+    window = "" if layout.window is None else f", window {layout.window}"
+    return f"{layout.num_layers} decoder layers {blocks}{form}{window}"
 
 
 def without_cache(kwargs: dict) -> dict:

@@ -87,7 +87,7 @@ def test_a_config_that_no_longer_describes_the_model_is_not_saved(changed, tmp_p
         model = BY_NAME["Llama"].ours(kind)(BY_NAME["Llama"].config(attn_res_block_size=2))
         for name, value in changed.items():
             setattr(model.config, name, value)
-        with pytest.raises(ValueError, match=r"made with 6 decoder layers in blocks that start at \[0, 2, 4\]"):
+        with pytest.raises(ValueError, match=r"from 6 decoder layers in blocks that start at \[0, 2, 4\]"):
             model.save_pretrained(tmp_path)
         assert not list(tmp_path.iterdir())
 
