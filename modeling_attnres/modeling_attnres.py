@@ -23,7 +23,7 @@ import torch
 import transformers
 from torch import nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
-from transformers import PreTrainedModel, conversion_mapping, modeling_outputs
+from transformers import GenerationMixin, PreTrainedModel, conversion_mapping, modeling_outputs
 from transformers.conversion_mapping import (
     get_checkpoint_conversion_mapping,
     register_checkpoint_conversion_mapping,
@@ -565,7 +565,9 @@ def derive_model(name: str) -> type:
         "base_model_class": base,
         "forward": with_signature_of(mixin.forward, base.forward),
     }
-    model_class = type(name, (mixin, base), body)
+    # Named among the bases: AutoModel gives remote code whose bases do not name it another class, which no pickle finds
+    generation = (GenerationMixin,) if issubclass(base, GenerationMixin) else ()
+    model_class = type(name, (mixin, base, *generation), body)
     # What a forward can record (hidden states, attentions) transformers keeps by class
     dict.__setitem__(_CAN_RECORD_REGISTRY, str(model_class), model_class._can_record_outputs)
     return model_class

@@ -199,10 +199,11 @@ def test_as_remote_code(tmp_path, run_isolated):
         model.save_pretrained(tmp_path / name)
     run_isolated(
         f"""
-import torch
+import pickle, torch
 from transformers import AutoModelForCausalLM
 for name in {list(models)}:
     model = AutoModelForCausalLM.from_pretrained(name, trust_remote_code=True).eval()
+    assert type(pickle.loads(pickle.dumps(model))) is type(model)
     with torch.no_grad():
         torch.save(model(torch.load("ids.pt")).logits, name + "/logits.pt")
 """
