@@ -97,7 +97,7 @@ def test_a_file_of_options_is_what_they_are_on_the_command_line(tmp_path):
     fields = {"config": "folder", "data": ["a", "b"], "output": "out", "set": ["x=1", "y=2"], "depth-lr-factor": 2}
     (tmp_path / "recipe.yaml").write_text(json.dumps(fields))
     parse = pretrain_options().parse
-    by_file, _ = parse([str(tmp_path / "recipe.yaml"), "--mode", "none"])
+    by_file, *_ = parse([str(tmp_path / "recipe.yaml"), "--mode", "none"])
     line = "--config folder --data a --data b --output out --set x=1 --set y=2 --depth_lr_factor 2 --mode none"
     assert by_file == parse(line.split())[0]
     assert by_file == Pretraining("folder", ["a", "b"], mode="none", fields=["x=1", "y=2"], depth_lr_factor=2.0)
