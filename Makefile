@@ -3,7 +3,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: demo pretrain-demo check test test-oldest serve-test lint clean
+.PHONY: demo pretrain-demo check test test-all test-oldest serve-test lint clean
 
 demo: .venv/ready
 	$(BIN)/python -m demo
@@ -24,6 +24,10 @@ check: .venv/ready lint
 		tests/test_contributing.py tests/test_dependencies.py
 
 test: .venv/ready lint
+	HF_HUB_OFFLINE=1 $(BIN)/python -m pytest -n 2 --dist loadgroup -m "not exhaustive"
+
+# The same and what is left out there.
+test-all: .venv/ready lint
 	HF_HUB_OFFLINE=1 $(BIN)/python -m pytest -n 2 --dist loadgroup
 
 # The oldest release of transformers that is supported, in an environment of its own: every family, the core for Llama and

@@ -96,7 +96,7 @@ def test_two_interleaved_generations(family, mode):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("compile_mode", ["default", "reduce-overhead"])
+@pytest.mark.parametrize("compile_mode", ["default", pytest.param("reduce-overhead", marks=pytest.mark.exhaustive)])
 def test_compiled_decoding_with_a_static_cache(compile_mode):
     """One graph for the prompt and one for a decoded token: no step compiles again."""
     model, ids = FAMILIES[0].causal_lm(num_hidden_layers=3, attn_res_block_size=2), tokens(length=10)

@@ -77,7 +77,14 @@ def assert_equal(found: dict, dtype: str = "float32") -> None:
 
 
 @processes
-@pytest.mark.parametrize(("ranks", "dtype"), [(2, "float32"), (2, "float64"), (4, "float32")])
+@pytest.mark.parametrize(
+    ("ranks", "dtype"),
+    [
+        (2, "float32"),
+        pytest.param(2, "float64", marks=pytest.mark.exhaustive),
+        pytest.param(4, "float32", marks=pytest.mark.exhaustive),
+    ],
+)
 def test_a_step_is_that_of_one_process(ranks, dtype, tmp_path):
     found = run(ranks, "equal", tmp_path / "errors.pt", DTYPE=dtype)
     assert {setting[0] for setting in found} == {"block", "straddling", "uneven", "heads", "full", "none"}
@@ -221,7 +228,10 @@ def test_options_that_cannot_work_are_refused(flags, message, save_config, text_
 
 
 @processes
-@pytest.mark.parametrize(("ranks", "rows", "flags"), [(2, 4, []), (4, 2, ["--muon", "--schedule", "gpipe"])])
+@pytest.mark.parametrize(
+    ("ranks", "rows", "flags"),
+    [(2, 4, []), pytest.param(4, 2, ["--muon", "--schedule", "gpipe"], marks=pytest.mark.exhaustive)],
+)
 def test_pretraining_follows_one_process_and_resumes(ranks, rows, flags, save_config, text_file, tmp_path):
     config, muon = save_config(), ["--muon"] if "--muon" in flags else []
     one = pretraining.run(config, text_file, tmp_path / "one", *muon)
