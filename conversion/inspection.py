@@ -50,14 +50,15 @@ class Inspection:
             lines.append(f"\n{'site':<22}{self.moving + ' norm':>14}{heading}")
             for site, norm in self.distances.items():
                 entropy = f"{self.entropies[site]:>10.3f}" if self.entropies is not None else ""
-                lines.append(f"{_site_name(site, self.config.attn_res_layout):<22}{norm:>14.4g}{entropy}")
+                lines.append(f"{site_name(site, self.config.attn_res_layout):<22}{norm:>14.4g}{entropy}")
         if self.entropies is not None:
             mean = sum(self.entropies[1:]) / len(self.entropies[1:])
             lines.append(f"\nmean entropy of the depth weights: {mean:.3f} (1: all sources alike, 0: a single one)")
         return "\n".join(lines)
 
 
-def _site_name(site: int, layout: BlockLayout) -> str:
+def site_name(site: int, layout: BlockLayout) -> str:
+    """Name a site in words."""
     if site == layout.num_sites - 1:
         return "output"
     return f"layer {site // 2} {'attention' if site % 2 == 0 else 'MLP'}"

@@ -38,13 +38,12 @@ from .configuration_attnres import AUTO_CLASSES, PREFIX, BlockLayout, FamilyErro
 from .depth_attention import DepthAttention, choose_depth_reader, is_depth_parameter
 from .depth_forms import GeneralReader
 from .residual_stream import (
-    AddedMixture,
     AddPass,
     DepthPass,
     LayerElsewhere,
+    LayerStream,
     LayerView,
     ReplacePass,
-    ResidualStream,
 )
 
 
@@ -129,7 +128,7 @@ class AttnResDecoderLayerMixin:
         hidden_states = depth_pass.leave_layer(running_sum, kept_apart)
         return (hidden_states, *rest) if rest else hidden_states
 
-    def run_sublayers(self, stream: ResidualStream | AddedMixture, *args, **kwargs) -> tuple:
+    def run_sublayers(self, stream: LayerStream, *args, **kwargs) -> tuple:
         """Run the base layer's own forward, which reads depth through a stream.
 
         Returns:

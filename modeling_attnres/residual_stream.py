@@ -13,6 +13,8 @@ norms, or attention and MLP themselves in a family without pre-norms) reads it t
 Shapes: B batch, T tokens, D hidden size.
 """
 
+from __future__ import annotations
+
 import functools
 from collections.abc import Callable, Sequence
 
@@ -88,6 +90,12 @@ class DepthPass:
 
     def stream_maker(self) -> Callable:
         """Return what makes a layer's stream of the results of `enter_layer` and `inputs_for`; it holds no tensor."""
+        reader, keep_weights = self.reader, self.depth_weights is not None
+        return functools.partial(self.stream_class(), reader.read, reader.dtype, self.layout.full, keep_weights)
+
+    @staticmethod
+    def stream_class() -> type[LayerStream]:
+        """Return the class of a layer's stream."""
         raise NotImplementedError
 
     def leave_layer(self, running_sum_BTD: torch.Tensor, kept_apart: Sequence[torch.Tensor] = ()) -> torch.Tensor:
@@ -172,9 +180,9 @@ class ReplacePass(DepthPass):
     def inputs_for(self, layer: int) -> tuple:
         return self.reader.inputs_for(2 * layer), self.reader.inputs_for(2 * layer + 1)
 
-    def stream_maker(self) -> Callable:
-        reader, keep_weights = self.reader, self.depth_weights is not None
-        return functools.partial(ResidualStream, reader.read, reader.dtype, self.layout.full, keep_weights)
+    @staticmethod
+    def stream_class() -> type[LayerStream]:
+        return ResidualStream
 
     def leave_layer(self, running_sum_BTD: torch.Tensor, kept_apart: Sequence[torch.Tensor] = ()) -> torch.Tensor:
         for block_BTD in kept_apart:
@@ -271,12 +279,12 @@ class AddPass(DepthPass):
     def inputs_for(self, layer: int) -> tuple:
         return tuple(self._inputs_of(site) for site in (2 * layer, 2 * layer + 1))
 
+    @staticmethod
+    def stream_class() -> type[LayerStream]:
+        return AddedMixture
+
     def _inputs_of(self, site: int) -> tuple:
         return self.reader.parameters.gates_SD[site], self.reader.inputs_for(site)
-
-    def stream_maker(self) -> Callable:
-        reader, keep_weights = self.reader, self.depth_weights is not None
-        return functools.partial(AddedMixture, reader.read, reader.dtype, self.layout.full, keep_weights)
 
     def leave_layer(self, running_sum_BTD: torch.Tensor, kept_apart: Sequence[torch.Tensor] = ()) -> torch.Tensor:
         for stream_BTD in kept_apart:
@@ -328,19 +336,16 @@ _NOT_PRE_NORM = (
 )
 
 
-class ResidualStream:
-    """What the forward of a base family's layer is given as hidden states, in the paper's form.
-
-    A pre-norm layer does two things with them, and this supports no more: a norm reads them, and the sublayer's output
-    is added. It lives within one call of one layer; what went in and what comes out are tensors.
+class LayerStream:
+    """What reads depth within one call of one layer; what goes in and what comes out are tensors.
 
     Args:
         read: the reader's `read`.
         dtype: what the sublayers compute in.
         full: keep the two sublayers' outputs apart.
         keep_weights: keep the depth weights of its reads.
-        running_sum: the sum of the block so far `[B, T, D]`, or `None` where the layer opens a block.
-        inputs: what the reader gave for the layer's two sites.
+        running_sum: what `DepthPass.enter_layer` returned `[B, T, D]`, or `None`.
+        inputs: what `DepthPass.inputs_for` gave for the layer's two sites.
     """
 
     def __init__(
@@ -354,10 +359,22 @@ class ResidualStream:
     ):
         self._read, self._dtype, self._full, self._keep_weights = read, dtype, full, keep_weights
         self.running_sum, self._inputs = running_sum, inputs
-        self.hidden_states = self
         self.kept_apart: list[torch.Tensor] = []
         self.weights: list[torch.Tensor] = []
         self.num_reads = self.num_outputs = 0
+
+
+class ResidualStream(LayerStream):
+    """What the forward of a base family's layer is given as hidden states, in the paper's form.
+
+    A pre-norm layer does two things with them, and this supports no more: a norm reads them, and the sublayer's output
+    is added. `running_sum` is the sum of the block so far, or `None` where the layer opens a block.
+    """
+
+    @property
+    def hidden_states(self) -> ResidualStream:
+        """What the layer's forward is given."""
+        return self
 
     def read(self, hidden_states: object, name: str, sublayer: int, gain: float) -> torch.Tensor:
         """Return the input of the next sublayer `[B, T, D]`, times `gain`."""
@@ -371,7 +388,7 @@ class ResidualStream:
             mixture_BTD = mixture_BTD * gain
         return mixture_BTD.to(self._dtype)
 
-    def add(self, output_BTD: torch.Tensor) -> "ResidualStream":
+    def add(self, output_BTD: torch.Tensor) -> ResidualStream:
         """Take a sublayer's output."""
         self.num_outputs += 1
         if self.num_outputs != self.num_reads:
@@ -410,28 +427,16 @@ class ResidualStream:
     __rmul__ = __imul__ = __getitem__ = __mul__
 
 
-class AddedMixture:
-    """How the two sublayers of a layer read its hidden states in the form "add"; the arguments are a ResidualStream's.
+class AddedMixture(LayerStream):
+    """How the two sublayers of a layer read its hidden states in the form "add".
 
-    Args:
-        running_sum: here the residual stream, which the layer's forward is given as hidden states `[B, T, D]`.
-        inputs: for both sites the gate, `[D]`, and what the reader gave.
+    `running_sum` is here the residual stream; the inputs of each site are its gate, `[D]`, and what the reader gave.
     """
 
-    def __init__(
-        self,
-        read: Callable,
-        dtype: torch.dtype,
-        full: bool,
-        keep_weights: bool,
-        running_sum: torch.Tensor,
-        inputs: tuple,
-    ):
-        self._read, self._dtype, self._full, self._keep_weights = read, dtype, full, keep_weights
-        self.hidden_states, self._inputs = running_sum, inputs
-        self.kept_apart: list[torch.Tensor] = []
-        self.weights: list[torch.Tensor] = []
-        self.num_reads = 0
+    @property
+    def hidden_states(self) -> torch.Tensor:
+        """What the layer's forward is given."""
+        return self.running_sum
 
     def read(self, stream_BTD: torch.Tensor, name: str, sublayer: int, gain: float) -> torch.Tensor:
         """Return stream + gate × mixture."""
@@ -478,7 +483,7 @@ class LayerView:
 
     forward = None  # transformers' wrapper of a layer's forward looks it up in the class
 
-    def __init__(self, layer: nn.Module, stream: ResidualStream | AddedMixture):
+    def __init__(self, layer: nn.Module, stream: LayerStream):
         self.layer, self.stream = layer, stream
 
     def __getattr__(self, name: str):

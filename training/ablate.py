@@ -11,6 +11,7 @@ from rich.table import Table
 from tqdm import tqdm
 from transformers import PreTrainedModel
 
+from conversion.inspection import site_name
 from modeling_attnres import BlockLayout, depth_interventions
 
 
@@ -91,7 +92,7 @@ def ablation_table(ablation: Ablation, weights: list[list[float]], layout: Block
     ]
     for rise, site, source in sorted(found, reverse=True)[:rows]:
         without = source_name(layout.sources_of(site)[source])
-        table.add_row(site_name(site, len(weights)), without, f"{weights[site][source]:.3f}", f"{rise:+.4f}")
+        table.add_row(site_name(site, layout), without, f"{weights[site][source]:.3f}", f"{rise:+.4f}")
     blocks = layout.sources_of(layout.num_sites - 1)  # where no window hides any
     for block, rise in zip(blocks if layout.window is None else [], ablation.from_all):
         if rise is not None:
@@ -109,10 +110,3 @@ def source_name(sums: range) -> str:
     if len(sums) == 1:
         return f"layer {first}'s {'attention' if sums[0] % 2 == 1 else 'MLP'}"
     return f"layers {first}-{last}" if last > first else f"layer {first}"
-
-
-def site_name(site: int, num_sites: int) -> str:
-    """Name a site in words."""
-    if site == num_sites - 1:
-        return "output"
-    return f"layer {site // 2} {'attention' if site % 2 == 0 else 'MLP'}"

@@ -1,6 +1,5 @@
 """DepthTrainer for a model whose layers are cut into pipeline stages, with replicas beside it."""
 
-import json
 import os
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -14,13 +13,11 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME
 
 from common.errors import reading
-from common.files import whole_file
 
-from .checkpoints import RECIPE
 from .loading import TrainingError
 from .options import Arguments
 from .pipeline import SCHEDULES, Pipeline, cut_layers, layout_of, load_part
-from .trainer import DepthTrainer, row_losses
+from .trainer import DepthTrainer, row_losses, save_records
 
 
 @dataclass
@@ -200,12 +197,5 @@ def save_pipeline_results(
         run: what decided it.
         tokenizer: to go with the model.
     """
-
-    def add_files(folder: Path) -> None:
-        tokenizer.save_pretrained(folder)
-        (folder / RECIPE).write_text(json.dumps(run, indent=1) + "\n")
-        with whole_file(target.with_name("result.json")) as file:
-            file.write_text(json.dumps(result, indent=1) + "\n")
-
     if trainer.replica == 0:
-        trainer.pipeline.save_model(target, add_files)
+        trainer.pipeline.save_model(target, lambda folder: save_records(folder, target, result, run, tokenizer))

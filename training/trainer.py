@@ -168,11 +168,18 @@ def save_results(
     with complete_or_absent(target) as folder, writing(target):
         model = trainer.accelerator.unwrap_model(trainer.model, keep_torch_compile=False)
         model.save_pretrained(folder, state_dict=state)
-        if tokenizer is not None:
-            tokenizer.save_pretrained(folder)
-        (folder / RECIPE).write_text(json.dumps(run, indent=1) + "\n")
-        with whole_file(target.with_name("result.json")) as file:
-            file.write_text(json.dumps(result, indent=1) + "\n")
+        save_records(folder, target, result, run, tokenizer)
+
+
+def save_records(
+    folder: Path, target: Path, result: dict, run: dict, tokenizer: PreTrainedTokenizerBase | None
+) -> None:
+    """Write what goes with a trained model into its folder, which becomes `target`, and the result beside that."""
+    if tokenizer is not None:
+        tokenizer.save_pretrained(folder)
+    (folder / RECIPE).write_text(json.dumps(run, indent=1) + "\n")
+    with whole_file(target.with_name("result.json")) as file:
+        file.write_text(json.dumps(result, indent=1) + "\n")
 
 
 @contextlib.contextmanager
