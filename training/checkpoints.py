@@ -12,7 +12,7 @@ from transformers import TrainingArguments
 from transformers.trainer import TRAINER_STATE_NAME
 
 from common.errors import describe
-from common.files import whole_file
+from common.files import hold_folder, whole_file
 from conversion.checkpoint import read_json
 
 from .loading import TrainingError
@@ -35,6 +35,20 @@ def writing(path: Path) -> Iterator[None]:
         yield
     except (SafetensorError, RuntimeError) as error:
         raise OSError(f"{path} cannot be written: {describe(error)}") from error
+
+
+@contextlib.contextmanager
+def holding_output(arguments: TrainingArguments) -> Iterator[None]:
+    """Hold the output folder alone of all runs, in the process that writes.
+
+    Raises:
+        UserError: another run holds it.
+    """
+    with contextlib.ExitStack() as stack:
+        if arguments.should_save:
+            busy = "another process trains there. Choose another --output."
+            stack.enter_context(hold_folder(Path(arguments.output_dir), busy))
+        yield
 
 
 def describe_run(recipe: dict, arguments: TrainingArguments) -> dict:

@@ -1,6 +1,5 @@
 """Distillation: what a model with Attention Residuals learned, brought into its plain base, to be served anywhere."""
 
-import contextlib
 import math
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -12,9 +11,8 @@ from torch.nn.functional import cross_entropy, kl_div, log_softmax
 from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase, set_seed
 
 from common.errors import reading
-from common.files import hold_folder
 
-from .checkpoints import begin_run, checkpoint_to_resume, describe_run
+from .checkpoints import begin_run, checkpoint_to_resume, describe_run, holding_output
 from .data import IGNORED
 from .finetune import Tuning, check_tuning, identify, lora_config, make_collator, new_target, rows_of, settings_of
 from .loading import TrainingError, load_config, load_tokenizer, load_weights
@@ -145,10 +143,7 @@ def distil_model(recipe: Distillation, arguments: Arguments) -> dict:
         UserError: before a model is loaded, but for a file that cannot be written.
     """
     student, teacher = check_arguments(recipe, arguments)
-    with contextlib.ExitStack() as stack:
-        if arguments.should_save:
-            busy = "another process trains there. Choose another --output."
-            stack.enter_context(hold_folder(Path(arguments.output_dir), busy))
+    with holding_output(arguments):
         return _distil(recipe, arguments, student, teacher)
 
 

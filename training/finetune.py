@@ -1,6 +1,5 @@
 """Fine-tuning on transformers' Trainer: LoRA by PEFT with the depth queries in full beside it, or all weights."""
 
-import contextlib
 import math
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -19,10 +18,9 @@ from transformers import (
 )
 
 from common.errors import reading
-from common.files import hold_folder
 from modeling_attnres import is_depth_parameter
 
-from .checkpoints import begin_run, checkpoint_to_resume, describe_run, hash_file
+from .checkpoints import begin_run, checkpoint_to_resume, describe_run, hash_file, holding_output
 from .data import Collator, read_rows
 from .loading import TrainingError, load_attnres_config, load_tokenizer, load_weights
 from .monitor import DepthMonitor
@@ -233,10 +231,7 @@ def finetune_model(recipe: Recipe, arguments: Arguments) -> dict:
         UserError: before a model is loaded, but for a file that cannot be written.
     """
     config = check_arguments(recipe, arguments)
-    with contextlib.ExitStack() as stack:
-        if arguments.should_save:
-            busy = "another process trains there. Choose another --output."
-            stack.enter_context(hold_folder(Path(arguments.output_dir), busy))
+    with holding_output(arguments):
         return _finetune(recipe, arguments, config)
 
 

@@ -1,6 +1,5 @@
 """Training from random weights: the data tokenised once, the model with or without Attention Residuals, on Trainer."""
 
-import contextlib
 import json
 import math
 from dataclasses import asdict, dataclass, field
@@ -18,9 +17,8 @@ from transformers import (
 )
 
 from common.errors import reading
-from common.files import hold_folder
 
-from .checkpoints import begin_run, checkpoint_to_resume, describe_run
+from .checkpoints import begin_run, checkpoint_to_resume, describe_run, holding_output
 from .corpus import Corpus, prepare_corpus
 from .loading import TrainingError, load_tokenizer, make_config
 from .monitor import DepthMonitor, ExpertMonitor, Monitor, experts_of
@@ -160,10 +158,7 @@ def pretrain_model(recipe: Pretraining, arguments: Arguments, stages: PipelineOp
         UserError: before a model is made, but for a file that cannot be written.
     """
     config = check_arguments(recipe, arguments, stages)
-    with contextlib.ExitStack() as stack:
-        if arguments.should_save:
-            busy = "another process trains there. Choose another --output."
-            stack.enter_context(hold_folder(Path(arguments.output_dir), busy))
+    with holding_output(arguments):
         return _pretrain(recipe, arguments, stages, config)
 
 
