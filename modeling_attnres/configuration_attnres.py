@@ -284,19 +284,15 @@ class AttnResConfigMixin:
         weights, static = self.attn_res_weights, self.attn_res_weights.startswith("static")
         if rank is not None and self.attn_res_query != "input":
             raise ValueError(f"attn_res_query_rank={rank} needs attn_res_query='input'; a learned query has no rank.")
-        without_meaning = {
-            "attn_res_query='input'": static and self.attn_res_query == "input",
-            "attn_res_key_norm=False": static and not self.attn_res_key_norm,
-            f"attn_res_heads={heads}": static and heads > 1,
-            "attn_res_form='add'": weights in ("sigmoid", "static_raw") and self.attn_res_form == "add",
-        }
-        for field, refused in without_meaning.items():
+        of_static = "static weights are one number per site and source, made of no query, key or head"
+        of_null = "the null source takes part in a softmax, which these weights are not"
+        for field, refused, reason in (
+            ("attn_res_query='input'", static and self.attn_res_query == "input", of_static),
+            ("attn_res_key_norm=False", static and not self.attn_res_key_norm, of_static),
+            (f"attn_res_heads={heads}", static and heads > 1, of_static),
+            ("attn_res_form='add'", weights in ("sigmoid", "static_raw") and self.attn_res_form == "add", of_null),
+        ):
             if refused:
-                reason = (
-                    "static weights are one number per site and source, made of no query, key or head"
-                    if field != "attn_res_form='add'"
-                    else "the null source takes part in a softmax, which these weights are not"
-                )
                 raise ValueError(f"{field} does not go with attn_res_weights={weights!r}: {reason}.")
 
     def __post_init__(self, **kwargs):
