@@ -14,7 +14,7 @@ from .distil import Distillation, distil_model
 from .finetune import Recipe, finetune_model
 from .loading import make_config
 from .options import Arguments, OptionParser
-from .pipeline import describe_cut
+from .pipeline_cut import describe_cut
 from .pipeline_trainer import PipelineOptions
 from .pretrain import Pretraining, prepare_run, pretrain_model, read_fields
 from .scaling import scale_modes

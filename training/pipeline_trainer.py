@@ -16,7 +16,9 @@ from common.errors import reading
 
 from .loading import TrainingError
 from .options import Arguments
-from .pipeline import SCHEDULES, Pipeline, cut_layers, layout_of, load_part
+from .pipeline import SCHEDULES, Pipeline
+from .pipeline_cut import cut_layers, layout_of
+from .pipeline_files import load_part, save_model
 from .trainer import DepthTrainer, row_losses, save_records
 
 
@@ -153,7 +155,7 @@ class PipelineTrainer(DepthTrainer):
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         if self.replica == 0:  # the others have the same
-            self.pipeline.save_model(Path(output_dir or self.args.output_dir))
+            save_model(self.pipeline, Path(output_dir or self.args.output_dir))
         PartialState().wait_for_everyone()  # before they write into the folder, too
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
@@ -198,4 +200,4 @@ def save_pipeline_results(
         tokenizer: to go with the model.
     """
     if trainer.replica == 0:
-        trainer.pipeline.save_model(target, lambda folder: save_records(folder, target, result, run, tokenizer))
+        save_model(trainer.pipeline, target, lambda folder: save_records(folder, target, result, run, tokenizer))

@@ -14,7 +14,9 @@ from transformers import AutoModelForCausalLM
 
 from common.errors import one_line_errors
 from tests.families import BY_NAME
-from training.pipeline import Pipeline, cut_layers, load_part
+from training.pipeline import Pipeline
+from training.pipeline_cut import cut_layers
+from training.pipeline_files import load_part, save_model
 
 
 LAYOUTS = {
@@ -177,7 +179,7 @@ def checkpoint(output: Path) -> None:
     source = os.environ["MODEL"]
     part = load_part(source, cut, dist.get_rank())
     own = sum(parameter.numel() for parameter in part.parameters())
-    Pipeline(part, virtual=1, microbatches=1).save_model(output.with_name("saved"))
+    save_model(Pipeline(part, virtual=1, microbatches=1), output.with_name("saved"))
     sizes: list[int] = [0] * dist.get_world_size()
     dist.all_gather_object(sizes, own)
     if dist.get_rank() == 0:
@@ -197,7 +199,7 @@ def lost(output: Path) -> None:
         layer.register_forward_hook(lambda *args: time.sleep(15) if hang else os._exit(3))
     with one_line_errors():
         if os.environ["HOW"] == "saving":
-            pipeline.save_model(output.with_name("saved"))
+            save_model(pipeline, output.with_name("saved"))
         pipeline.run_step(batch())
 
 

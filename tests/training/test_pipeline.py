@@ -17,7 +17,8 @@ from modeling_attnres.configuration_attnres import BlockLayout
 from tests.families import BY_NAME
 from tests.oracle import relative_error
 from training.loading import TrainingError
-from training.pipeline import cut_layers, fitting_microbatches, layout_of
+from training.pipeline import fitting_microbatches
+from training.pipeline_cut import cut_layers, layout_of
 
 from . import test_pretrain as pretraining
 from .conftest import refused, succeed
