@@ -30,8 +30,7 @@ app = command_line(__doc__)
 )
 def finetune(context: typer.Context) -> None:
     """Fine-tune: LoRA on chosen modules and the depth parameters in full beside it, or all weights."""
-    recipe, arguments = finetune_options().parse(context.args)
-    finetune_model(recipe, arguments)
+    finetune_model(*finetune_options().parse(context.args))
 
 
 def finetune_options() -> OptionParser:
@@ -39,6 +38,7 @@ def finetune_options() -> OptionParser:
     parser = OptionParser(
         Recipe,
         Arguments,
+        PipelineOptions,
         usage="python -m training finetune [RECIPE.yaml] --model MODEL --data FILE … --output FOLDER [--resume] […]",
         description=f"{finetune.__doc__} Options are written with - or _ between words. A YAML or JSON file of them "
         "('depth_lr: 1e-3', one per line) may come first; the options after it override it.",

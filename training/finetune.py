@@ -17,7 +17,6 @@ from transformers import (
     set_seed,
 )
 
-from common.errors import reading
 from modeling_attnres import is_depth_parameter
 
 from .checkpoints import begin_run, checkpoint_to_resume, describe_run, hash_file, holding_output
@@ -25,6 +24,8 @@ from .data import Collator, read_rows
 from .loading import TrainingError, load_attnres_config, load_tokenizer, load_weights
 from .monitor import DepthMonitor
 from .options import Arguments, check_devices, check_trainer_options
+from .pipeline import naming_lost_processes
+from .pipeline_trainer import NO_PIPELINE, PipelineOptions, check_pipeline, choose_trainer
 from .pretrain import MODEL
 from .trainer import DepthTrainer, save_results, telling_how_to_continue, train_and_evaluate
 
@@ -96,8 +97,6 @@ class Recipe(Tuning):
 def load_model(recipe: Recipe, config: PreTrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
     """Load the model to be fine-tuned, with its frozen weights quantised if asked."""
     kwargs = {}
-    if recipe.control:
-        config.attn_res_mode = "none"
     if recipe.quantise is not None:
         kwargs["quantization_config"] = BitsAndBytesConfig(
             load_in_4bit=recipe.quantise == "4bit",
@@ -192,14 +191,18 @@ def check_tuning(recipe: Tuning, arguments: Arguments, config: PreTrainedConfig)
         )
 
 
-def check_arguments(recipe: Recipe, arguments: Arguments) -> PreTrainedConfig:
+def check_arguments(recipe: Recipe, arguments: Arguments, stages: PipelineOptions = NO_PIPELINE) -> PreTrainedConfig:
     """Refuse what cannot work before data is read; returns the model's config."""
     config = load_attnres_config(recipe.model)
+    if recipe.control:
+        config.attn_res_mode = "none"
     check_tuning(recipe, arguments, config)
     if not 0 <= recipe.depth_lr < math.inf:
         raise TrainingError(f"--depth-lr must be 0 or more, got {recipe.depth_lr}.")
     if recipe.is_full and recipe.quantise is not None:
         raise TrainingError(f"--quantise {recipe.quantise}: quantised weights are frozen, and --lora full trains them.")
+    if recipe.quantise is not None and stages.pipeline is not None:
+        raise TrainingError(f"--quantise {recipe.quantise} does not go with --pipeline.")
     by_peft = has_depth(recipe, config) and not recipe.is_full
     if by_peft and arguments.fsdp and arguments.fsdp_config.get("activation_checkpointing"):
         raise TrainingError(
@@ -207,10 +210,11 @@ def check_arguments(recipe: Recipe, arguments: Arguments) -> PreTrainedConfig:
             "PEFT could not save them. Use --activation_checkpointing True."
         )
     check_devices(arguments)
+    check_pipeline(stages, config, arguments)
     return config
 
 
-def finetune_model(recipe: Recipe, arguments: Arguments) -> dict:
+def finetune_model(recipe: Recipe, arguments: Arguments, stages: PipelineOptions = NO_PIPELINE) -> dict:
     """Train, and write `adapter/` (or `model/`: all weights) and `result.json` to the output folder, together.
 
     Returns the result.
@@ -230,12 +234,12 @@ def finetune_model(recipe: Recipe, arguments: Arguments) -> dict:
     Raises:
         UserError: before a model is loaded, but for a file that cannot be written.
     """
-    config = check_arguments(recipe, arguments)
+    config = check_arguments(recipe, arguments, stages)
     with holding_output(arguments):
-        return _finetune(recipe, arguments, config)
+        return _finetune(recipe, arguments, stages, config)
 
 
-def _finetune(recipe: Recipe, arguments: Arguments, config: PreTrainedConfig) -> dict:
+def _finetune(recipe: Recipe, arguments: Arguments, stages: PipelineOptions, config: PreTrainedConfig) -> dict:
     output = Path(arguments.output_dir)
     target = new_target(output, MODEL if recipe.is_full else ADAPTER)
 
@@ -243,32 +247,31 @@ def _finetune(recipe: Recipe, arguments: Arguments, config: PreTrainedConfig) ->
     tokenizer = load_tokenizer(recipe.model, recipe.trust_remote_code)
     rows, held_out_rows = rows_of(recipe, tokenizer, config)
     settings, decisive = settings_of(recipe)
-    decisive |= {"depth": has_depth(recipe, config)}
+    decisive |= {"depth": has_depth(recipe, config)} | stages.decisive
     run, resume = describe_run(settings | decisive, arguments), arguments.resume_from_checkpoint
     checkpoint = checkpoint_to_resume(output, resume, run)
 
-    # The model
+    # The model and its trainer
     set_seed(arguments.seed)
     model = load_adapted_model(recipe, arguments, config)
     if not recipe.is_full:
         model.print_trainable_parameters()
-
-    # The trainer
-    trainer = make_trainer(recipe, arguments, model, tokenizer, rows, held_out_rows)
+    trainer = make_trainer(recipe, arguments, stages, model, tokenizer, rows, held_out_rows)
+    del model  # in a pipeline no process keeps the whole one
     if arguments.should_save:
         begin_run(output, resume, run, checkpoint)
 
     # The result
-    with telling_how_to_continue(trainer):
+    with telling_how_to_continue(trainer), naming_lost_processes():
         losses = train_and_evaluate(trainer, checkpoint)
         result = {
             "held_out_loss": losses,
             "steps": trainer.state.global_step,
             "rows": {"training": len(rows), "held_out": len(held_out_rows)},
-            "recipe": settings,
+            "recipe": settings | stages.decisive,
             "log": trainer.state.log_history,
         }
-        model.config.use_cache = True  # which is off while training
+        trainer.model.config.use_cache = True  # which is off while training
         save_results(trainer, target, result, run, tokenizer if recipe.is_full else None)
     if arguments.should_save:
         before, after, steps = losses["before"], losses["after"], result["steps"]
@@ -327,6 +330,7 @@ def load_adapted_model(recipe: Recipe, arguments: Arguments, config: PreTrainedC
 def make_trainer(
     recipe: Recipe,
     arguments: Arguments,
+    stages: PipelineOptions,
     model: PreTrainedModel | PeftModel,
     tokenizer: PreTrainedTokenizerBase,
     rows: list[dict],
@@ -337,16 +341,16 @@ def make_trainer(
     if config.attn_res_mode != "none":
         probe = torch.tensor([held_out_rows[0]["input_ids"][:PROBE]])
         monitors.append(DepthMonitor(probe, moves=has_depth(recipe, config)))
-    with reading("TrainingArguments"):
-        return DepthTrainer(
-            model,
-            arguments,
-            data_collator=make_collator(tokenizer, config),
-            train_dataset=rows,
-            eval_dataset=held_out_rows,
-            depth_lr=recipe.depth_lr,
-            monitors=monitors,
-        )
+    return choose_trainer(
+        stages,
+        model,
+        arguments,
+        monitors,
+        data_collator=make_collator(tokenizer, config),
+        train_dataset=rows,
+        eval_dataset=held_out_rows,
+        depth_lr=recipe.depth_lr,
+    )
 
 
 def make_collator(tokenizer: PreTrainedTokenizerBase, config: PreTrainedConfig) -> Collator:

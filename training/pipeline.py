@@ -19,6 +19,7 @@ from collections.abc import Iterator
 
 import torch
 import torch.distributed as dist
+from peft import PeftModel
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import ScheduleInterleaved1F1B, ScheduleLoopedBFS
 from transformers import PreTrainedModel
@@ -42,7 +43,8 @@ class Pipeline:
     do, with the same batch. The depth parameters are whole on every rank.
 
     Args:
-        model: a causal language model with the config of Attention Residuals.
+        model: a causal language model with the config of Attention Residuals, or PEFT's around one, which then has the
+            part of this rank in its place.
         group: of the pipeline's ranks; default: all.
         data_group: of the ranks with the same stages in other replicas, each of which has a part of the batch.
         virtual: V, stages per rank.
@@ -55,6 +57,7 @@ class Pipeline:
     Attributes:
         model: the whole model without the layers, embedding or head of other ranks: its parameters, by their names, are
             for an optimizer.
+        adapted: PEFT's model around that, if it is adapted.
 
     Raises:
         TrainingError: more stages than layers, fewer than two ranks, or a model that cannot be cut.
@@ -70,7 +73,7 @@ class Pipeline:
 
     def __init__(
         self,
-        model: PreTrainedModel,
+        model: PreTrainedModel | PeftModel,
         group: dist.ProcessGroup | None = None,
         data_group: dist.ProcessGroup | None = None,
         virtual: int = 1,
@@ -85,6 +88,8 @@ class Pipeline:
             raise TrainingError(f"A pipeline needs 2 ranks or more, got {ranks}.")
         if microbatches < 1:
             raise TrainingError(f"A pipeline needs 1 microbatch or more, got {microbatches}.")
+        self.adapted = model if isinstance(model, PeftModel) else None
+        model = model if self.adapted is None else model.get_base_model()
         self.config, self.device, self.schedule = model.config, device or model.device, schedule
         head, embedding = model.get_output_embeddings().weight, model.get_input_embeddings().weight
         self.tied = head if head is embedding else None
@@ -94,6 +99,8 @@ class Pipeline:
         cache = BlockCache()
         self.stages = [Stage(model, self.cut, stage, cache) for stage in self.cut.stages_of(self.rank)]
         self.model = self.keep_parts(model).to(self.device)
+        if self.adapted is not None:
+            adopt_part(self.adapted, self.model)
         self._running: tuple[tuple[int, int], object] | None = None  # a shape of microbatches, and its schedule
         self._num_learned = 1
 
@@ -158,7 +165,7 @@ class Pipeline:
     def _make_stage(self, stage: Stage, shape: tuple[int, int]) -> PipelineStage:
         index, width = stage.stage, (*shape, self.config.hidden_size)
         token_ids = torch.empty(shape, dtype=torch.long, device="meta")
-        logits = torch.empty((*shape, self.config.vocab_size), dtype=stage.model.dtype, device="meta")
+        logits = torch.empty((*shape, self.config.vocab_size), dtype=stage.dtype, device="meta")
         return PipelineStage(
             stage,
             index,
@@ -208,10 +215,16 @@ class Pipeline:
         counted = [grad for name, grad in named if self.rank == 0 or not is_depth_parameter(name)]
         if self.tied is not None and self.rank > 0:
             counted = [grad for grad in counted if grad is not self.tied.grad]
-        square = torch.nn.utils.get_total_norm(counted).square()
+        square = torch.nn.utils.get_total_norm(counted).square().to(self.device)  # of none it is a zero on the CPU
         with naming_lost_processes():
             dist.all_reduce(square, group=self.group)
         return square.sqrt()
+
+
+def adopt_part(adapted: PeftModel, part: PreTrainedModel) -> None:
+    """Have PEFT's model hold a part of the model that it was put around, so that no rank keeps the whole one."""
+    adapted.base_model.model = part
+    adapted.base_model_prepare_inputs_for_generation = part.prepare_inputs_for_generation  # it kept a method of that
 
 
 @contextlib.contextmanager

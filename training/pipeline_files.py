@@ -8,27 +8,29 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from peft import set_peft_model_state_dict
 from safetensors import safe_open
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
-from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
+from transformers.utils import ADAPTER_SAFE_WEIGHTS_NAME, SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
 from common.errors import describe
 from common.files import complete_or_absent
 from common.quiet import quiet_transformers
 from modeling_attnres import is_depth_parameter
 
+from .checkpoints import writing
 from .loading import TrainingError
 from .pipeline import Pipeline, naming_lost_processes
 from .pipeline_cut import Cut
 from .pipeline_stage import stand_in
 
 
-def save_model(pipeline: Pipeline, target: Path, add_files: Callable[[Path], None] = lambda folder: None) -> None:
-    """Write the whole model, complete or not at all: each rank its tensors, one file a rank.
+def save_weights(pipeline: Pipeline, target: Path, add_files: Callable[[Path], None] = lambda folder: None) -> None:
+    """Write the whole model or, if it is adapted, the adapter, complete or not at all.
 
-    The folder is a checkpoint like any other; the names are those of a model that was never cut.
+    The folder is a checkpoint or an adapter like any other; the names are those of a model that was never cut.
 
     Args:
         pipeline: of this rank; every rank calls this.
@@ -38,9 +40,29 @@ def save_model(pipeline: Pipeline, target: Path, add_files: Callable[[Path], Non
     Raises:
         TrainingError: a rank could not write its part.
     """
+    save = save_model if pipeline.adapted is None else save_adapter
+    with naming_lost_processes():
+        save(pipeline, target, add_files)
+        dist.barrier(group=pipeline.group)
+
+
+def save_adapter(pipeline: Pipeline, target: Path, add_files: Callable[[Path], None]) -> None:
+    """Write the adapter on the first rank, which is sent the tensors of the others."""
+    own = {name: one.detach().cpu() for name, one in pipeline.adapted.named_parameters() if one.requires_grad}
+    parts = [None] * pipeline.cut.ranks if pipeline.rank == 0 else None
+    dist.gather_object(own, parts, group=pipeline.group, group_dst=0)
+    if pipeline.rank == 0:
+        state = {name: value for part in parts for name, value in part.items()}
+        with complete_or_absent(target) as folder, writing(target):
+            pipeline.adapted.save_pretrained(folder, state_dict=state)
+            add_files(folder)
+
+
+def save_model(pipeline: Pipeline, target: Path, add_files: Callable[[Path], None]) -> None:
+    """Write the whole model: each rank its tensors, one file a rank."""
     rank, ranks, group = pipeline.rank, pipeline.cut.ranks, pipeline.group
     writing = complete_or_absent(target) if rank == 0 else contextlib.nullcontext()
-    with naming_lost_processes(), writing as folder:
+    with writing as folder:
         where = [folder]
         dist.broadcast_object_list(where, group=group, group_src=0)
         error = None
@@ -56,7 +78,6 @@ def save_model(pipeline: Pipeline, target: Path, add_files: Callable[[Path], Non
         if rank == 0:
             join_parts(folder, [folder / f"stage-{other}" for other in range(ranks)])
             add_files(folder)
-    dist.barrier(group=group)
 
 
 def save_part(pipeline: Pipeline, part: Path) -> None:
@@ -125,3 +146,20 @@ def load_part(path: str | Path, cut: Cut, rank: int, **kwargs) -> PreTrainedMode
         model = part_class.from_pretrained(path, config=config, **kwargs)
     model.__class__ = model_class
     return model
+
+
+def restore_weights(pipeline: Pipeline, checkpoint: Path) -> None:
+    """Give a rank its part of what `save_weights` wrote.
+
+    Raises:
+        TrainingError: an adapter lacks a tensor of this rank.
+    """
+    if pipeline.adapted is None:
+        part = load_part(checkpoint, pipeline.cut, pipeline.rank, dtype=torch.float32)
+        pipeline.model.load_state_dict(pipeline.keep_parts(part).state_dict())
+        return
+    file = checkpoint / ADAPTER_SAFE_WEIGHTS_NAME
+    missing = set(set_peft_model_state_dict(pipeline.adapted, load_file(file)).missing_keys)
+    for name, parameter in pipeline.adapted.named_parameters():
+        if parameter.requires_grad and name in missing:
+            raise TrainingError(f"{file}: {name} is missing.")

@@ -158,6 +158,7 @@ class Stage(nn.Module):
         self.is_first, self.is_last = stage == 0, stage == cut.num_stages - 1
         self.rank_goes_on = cut.caching and stage + cut.ranks < cut.num_stages
         self.context = contextlib.nullcontext  # what the forward runs in, as autocast
+        self.dtype = model.dtype  # in which blocks travel; the first parameter of a part may have another
         layers = cut.layers_of(stage)
         kinds = {layers.start - 1: Entrance, layers.stop: Exit}  # they take and leave what travels
         self.model = keep_parts(model, set(layers), self.is_first, self.is_last, kinds)
@@ -188,13 +189,13 @@ class Stage(nn.Module):
             received = [*blocks_BTD, running_sum_BTD][: self.cut.closed_after(self.stage)]
             self.entrance.arrived = blocks_BTD[: self.cut.closed_before(self.stage)], running_sum_BTD
             # Masks and positions are made for it; the stand-ins let no value of it through
-            kwargs["inputs_embeds"] = running_sum_BTD.detach().to(self.model.dtype)
+            kwargs["inputs_embeds"] = running_sum_BTD.detach().to(self.dtype)
         with self.context():
             if self.is_last:
                 return self.model(**kwargs, use_cache=False).logits
             self.model.get_decoder()(**kwargs, use_cache=False)
         blocks_BTD, running_sum_BTD = self.exit.left
-        running_sum_BTD = running_sum_BTD.to(running_sum_dtype(self.model))
+        running_sum_BTD = running_sum_BTD.to(self.running_sum_dtype)
         if self.rank_goes_on:
             made = [*blocks_BTD, running_sum_BTD][len(received) : self.cut.closed_after(self.stage + 1)]
             self.cache.keep(index, received, made)
@@ -203,10 +204,10 @@ class Stage(nn.Module):
 
     def tensors_at(self, stage: int, shape: tuple[int, int, int]) -> tuple[torch.Tensor, ...]:
         """Describe what travels to a stage, by tensors without data."""
-        dtypes = [running_sum_dtype(self.model), *(self.model.dtype for _ in self.cut.sent(stage))]
+        dtypes = [self.running_sum_dtype, *(self.dtype for _ in self.cut.sent(stage))]
         return tuple(torch.empty(shape, dtype=dtype, device="meta", requires_grad=True) for dtype in dtypes)
 
-
-def running_sum_dtype(model: PreTrainedModel) -> torch.dtype:
-    """Return what running sums are kept and travel in: between layers nothing is rounded, nor between stages."""
-    return model.dtype if model.config.attn_res_mode == "none" else statistics_dtype(model.dtype)
+    @property
+    def running_sum_dtype(self) -> torch.dtype:
+        """What running sums are kept and travel in: between layers nothing is rounded, nor between stages."""
+        return self.dtype if self.model.config.attn_res_mode == "none" else statistics_dtype(self.dtype)

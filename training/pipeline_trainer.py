@@ -1,25 +1,33 @@
 """DepthTrainer for a model whose layers are cut into pipeline stages, with replicas beside it."""
 
 import os
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 from accelerate import PartialState
+from peft import PeftModel
 from torch import nn
 from torch.utils.data import DataLoader
-from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME
 
 from common.errors import reading
+from modeling_attnres import is_depth_parameter
 
 from .loading import TrainingError
+from .monitor import Monitor
 from .options import Arguments
 from .pipeline import SCHEDULES, Pipeline
 from .pipeline_cut import cut_layers, layout_of
-from .pipeline_files import load_part, save_model
-from .trainer import DepthTrainer, row_losses, save_records
+from .pipeline_files import restore_weights, save_weights
+from .trainer import DepthTrainer, row_losses
+
+
+# What Trainer does elsewhere than in the steps of a pipeline
+ELSEWHERE = ("fsdp", "fp16", "torch_compile", "load_best_model_at_end", "label_smoothing_factor", "neftune_noise_alpha")
 
 
 @dataclass
@@ -65,9 +73,11 @@ def check_pipeline(options: PipelineOptions, config: PreTrainedConfig, arguments
         raise TrainingError(f"--schedule must be {' or '.join(SCHEDULES)}, got {options.schedule}.")
     if options.microbatches is not None and options.microbatches < 1:
         raise TrainingError(f"--microbatches must be at least 1, got {options.microbatches}.")
-    for name, usual in (("gradient_accumulation_steps", 1), ("fsdp", False), ("fp16", False), ("torch_compile", False)):
-        if getattr(arguments, name) != usual:
-            raise TrainingError(f"--{name} does not go with --pipeline, whose batches are cut by --microbatches.")
+    for name in ELSEWHERE:
+        if getattr(arguments, name):
+            raise TrainingError(f"--{name} does not go with --pipeline.")
+    if arguments.gradient_accumulation_steps != 1:
+        raise TrainingError("--gradient_accumulation_steps does not go with --pipeline, which has --microbatches.")
     launched = int(os.environ.get("WORLD_SIZE", 1))
     if options.pipeline < 2 or launched % options.pipeline != 0:
         raise TrainingError(
@@ -76,8 +86,35 @@ def check_pipeline(options: PipelineOptions, config: PreTrainedConfig, arguments
         )
 
 
-def make_pipeline(options: PipelineOptions, model: PreTrainedModel, arguments: Arguments) -> Pipeline:
-    """Make the pipeline of this process: neighbours are a pipeline, and every P-th process has the same stages."""
+def choose_trainer(
+    options: PipelineOptions,
+    model: PreTrainedModel | PeftModel,
+    arguments: Arguments,
+    monitors: Sequence[Monitor],
+    **kwargs,
+) -> DepthTrainer:
+    """Make the trainer of a model, or of the stages of it that this process has.
+
+    Args:
+        options: whether it is cut.
+        model: the whole model.
+        arguments: of the trainer.
+        monitors: of a whole model; a pipeline, of which no process has all, goes without.
+        kwargs: what else the trainer takes.
+    """
+    with reading("TrainingArguments"):
+        if options.pipeline is None:
+            return DepthTrainer(model, arguments, monitors=monitors, **kwargs)
+        return PipelineTrainer(make_pipeline(options, model, arguments), arguments, **kwargs)
+
+
+def make_pipeline(options: PipelineOptions, model: PreTrainedModel | PeftModel, arguments: Arguments) -> Pipeline:
+    """Make the pipeline of this process: neighbours are a pipeline, and every P-th process has the same stages.
+
+    Raises:
+        TrainingError: a process would have nothing to train.
+    """
+    check_learning(options, model)
     replicas = arguments.world_size // options.pipeline
     shape, names = (replicas, options.pipeline), ("data", "pipeline")
     mesh = dist.init_device_mesh(arguments.device.type, shape, mesh_dim_names=names)
@@ -90,6 +127,24 @@ def make_pipeline(options: PipelineOptions, model: PreTrainedModel, arguments: A
         options.schedule,
         device=arguments.device,
     )
+
+
+def check_learning(options: PipelineOptions, model: PreTrainedModel | PeftModel) -> None:
+    """Refuse a cut that leaves a process without a parameter that is trained.
+
+    Raises:
+        TrainingError: names the process.
+    """
+    if any(is_depth_parameter(name) and one.requires_grad for name, one in model.named_parameters()):
+        return  # every process has them
+    layers = model.get_decoder().layers
+    cut = cut_layers(len(layers), options.pipeline, options.virtual_stages, None)
+    for rank in range(options.pipeline):
+        if not any(one.requires_grad for layer in cut.layers_on(rank) for one in layers[layer].parameters()):
+            raise TrainingError(
+                f"--pipeline {options.pipeline}: nothing is trained in layers {sorted(cut.layers_on(rank))}, which are "
+                f"all that process {rank} has. Use fewer processes."
+            )
 
 
 def outline(config: PreTrainedConfig) -> PreTrainedModel:
@@ -155,8 +210,12 @@ class PipelineTrainer(DepthTrainer):
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         if self.replica == 0:  # the others have the same
-            save_model(self.pipeline, Path(output_dir or self.args.output_dir))
+            save_weights(self.pipeline, Path(output_dir or self.args.output_dir))
         PartialState().wait_for_everyone()  # before they write into the folder, too
+
+    def save_trained(self, target: Path, add_files: Callable[[Path], None]) -> None:
+        if self.replica == 0:
+            save_weights(self.pipeline, target, add_files)
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         if self.replica == 0:
@@ -176,8 +235,7 @@ class PipelineTrainer(DepthTrainer):
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
         with reading(resume_from_checkpoint):
-            part = load_part(resume_from_checkpoint, self.pipeline.cut, self.pipeline.rank, dtype=torch.float32)
-        self.model.load_state_dict(self.pipeline.keep_parts(part).state_dict())
+            restore_weights(self.pipeline, Path(resume_from_checkpoint))
 
 
 def shard(loader: DataLoader, index: int, count: int) -> DataLoader:
@@ -185,19 +243,3 @@ def shard(loader: DataLoader, index: int, count: int) -> DataLoader:
     sampler = loader.batch_sampler
     sampler.process_index, sampler.num_processes, sampler.even_batches = index, count, count > 1
     return loader
-
-
-def save_pipeline_results(
-    trainer: PipelineTrainer, target: Path, result: dict, run: dict, tokenizer: PreTrainedTokenizerBase
-) -> None:
-    """Write the result and then what was trained, complete or not at all, as `save_results` does.
-
-    Args:
-        trainer: of the model; every process calls it.
-        target: the folder to write, beside `result.json`.
-        result: what the run measured.
-        run: what decided it.
-        tokenizer: to go with the model.
-    """
-    if trainer.replica == 0:
-        save_model(trainer.pipeline, target, lambda folder: save_records(folder, target, result, run, tokenizer))

@@ -16,23 +16,13 @@ from transformers import (
     set_seed,
 )
 
-from common.errors import reading
-
 from .checkpoints import begin_run, checkpoint_to_resume, describe_run, holding_output
 from .corpus import Corpus, prepare_corpus
 from .loading import TrainingError, load_tokenizer, make_config
 from .monitor import DepthMonitor, ExpertMonitor, Monitor, experts_of
 from .options import Arguments, check_devices, check_trainer_options
 from .pipeline import naming_lost_processes
-from .pipeline_trainer import (
-    NO_PIPELINE,
-    PipelineOptions,
-    PipelineTrainer,
-    check_pipeline,
-    make_pipeline,
-    outline,
-    save_pipeline_results,
-)
+from .pipeline_trainer import NO_PIPELINE, PipelineOptions, check_pipeline, choose_trainer, outline
 from .scaling import describe_run as describe_for_scaling
 from .trainer import DepthTrainer, save_results, telling_how_to_continue, train_and_evaluate
 
@@ -181,20 +171,18 @@ def _pretrain(recipe: Pretraining, arguments: Arguments, stages: PipelineOptions
     # The model and its trainer
     model = make_model(config, arguments.seed)
     probe = torch.from_numpy(held_out_rows[0]["input_ids"])[None, :PROBE]
-    data = {"data_collator": default_data_collator, "train_dataset": rows, "eval_dataset": held_out_rows}
-    how = {"depth_lr": recipe.depth_lr_factor * arguments.learning_rate, "muon": recipe.muon}
-    with reading("TrainingArguments"):
-        if stages.pipeline is None:
-            trainer, save = (
-                DepthTrainer(model, arguments, monitors=monitors_of(model, probe), **data, **how),
-                save_results,
-            )
-        else:  # no process keeps the whole model, which monitors read
-            trainer, save = (
-                PipelineTrainer(make_pipeline(stages, model, arguments), arguments, **data, **how),
-                save_pipeline_results,
-            )
-            model = outline(config)
+    trainer = choose_trainer(
+        stages,
+        model,
+        arguments,
+        monitors_of(model, probe),
+        data_collator=default_data_collator,
+        train_dataset=rows,
+        eval_dataset=held_out_rows,
+        depth_lr=recipe.depth_lr_factor * arguments.learning_rate,
+        muon=recipe.muon,
+    )
+    model = outline(config)  # for what is counted: in a pipeline no process keeps the whole model
     # Rows are equally long: the mean of their means, which experts' router losses go with, is that over all tokens
     trainer.model_accepts_loss_kwargs = False
     if arguments.should_save:
@@ -213,7 +201,7 @@ def _pretrain(recipe: Pretraining, arguments: Arguments, stages: PipelineOptions
             "log": trainer.state.log_history,
         }
         trainer.model.config.use_cache = True  # which Trainer turns off
-        save(trainer, output / MODEL, result, run, corpus.tokenizer)
+        save_results(trainer, output / MODEL, result, run, corpus.tokenizer)
     if arguments.should_save:
         before, after, steps = losses["before"], losses["after"], result["steps"]
         print(f"held-out loss: {before:.4f} before, {after:.4f} after {steps} steps; {output / MODEL}")

@@ -4,7 +4,7 @@ import contextlib
 import json
 import math
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import torch
@@ -110,6 +110,21 @@ class DepthTrainer(Trainer):
         with reading(checkpoint):
             super()._load_optimizer_and_scheduler(checkpoint)
 
+    def save_trained(self, target: Path, add_files: Callable[[Path], None]) -> None:
+        """Write what was trained, complete or not at all; every process calls it.
+
+        Args:
+            target: the folder, which is absent or empty.
+            add_files: writes what else belongs there, in the process that writes.
+        """
+        state = self.accelerator.get_state_dict(self.model) if self.is_fsdp_enabled else None  # by all processes
+        if not self.args.should_save:
+            return
+        with complete_or_absent(target) as folder, writing(target):
+            model = self.accelerator.unwrap_model(self.model, keep_torch_compile=False)
+            model.save_pretrained(folder, state_dict=state)
+            add_files(folder)
+
     def _save_checkpoint(self, model, trial) -> None:
         """Mark a checkpoint, which Trainer writes file by file under its final name; only then remove older ones."""
         limit, self.args.save_total_limit = self.args.save_total_limit, None
@@ -151,7 +166,7 @@ def train_and_evaluate(trainer: Trainer, checkpoint: Path | None) -> dict[str, f
 
 
 def save_results(
-    trainer: Trainer, target: Path, result: dict, run: dict, tokenizer: PreTrainedTokenizerBase | None = None
+    trainer: DepthTrainer, target: Path, result: dict, run: dict, tokenizer: PreTrainedTokenizerBase | None = None
 ) -> None:
     """Write the result and then what was trained, complete or not at all: where that is, the run is finished.
 
@@ -162,13 +177,7 @@ def save_results(
         run: what decided it.
         tokenizer: to go with a model.
     """
-    state = trainer.accelerator.get_state_dict(trainer.model) if trainer.is_fsdp_enabled else None  # by all processes
-    if not trainer.args.should_save:
-        return
-    with complete_or_absent(target) as folder, writing(target):
-        model = trainer.accelerator.unwrap_model(trainer.model, keep_torch_compile=False)
-        model.save_pretrained(folder, state_dict=state)
-        save_records(folder, target, result, run, tokenizer)
+    trainer.save_trained(target, lambda folder: save_records(folder, target, result, run, tokenizer))
 
 
 def save_records(

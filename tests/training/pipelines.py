@@ -16,7 +16,7 @@ from common.errors import one_line_errors
 from tests.families import BY_NAME
 from training.pipeline import Pipeline
 from training.pipeline_cut import cut_layers
-from training.pipeline_files import load_part, save_model
+from training.pipeline_files import load_part, save_weights
 
 
 LAYOUTS = {
@@ -53,13 +53,13 @@ def compare(model, pipeline: Pipeline, share: slice = slice(None)) -> dict[str, 
     outputs = model(**batch(), use_cache=False)
     model.zero_grad()
     outputs.loss.backward()
-    gradients = {name: parameter.grad for name, parameter in model.named_parameters()}
+    gradients = {name: parameter.grad for name, parameter in model.named_parameters() if parameter.requires_grad}
     with torch.no_grad():
         logits = model(**batch(), use_cache=False).logits
     own = {name: value[share] for name, value in batch().items()}
     pipeline.run_step(own)  # whose gradients the next step's replace
     loss = pipeline.run_step(own)
-    named = dict(pipeline.model.named_parameters())
+    named = {name: parameter for name, parameter in pipeline.model.named_parameters() if parameter.requires_grad}
     found = torch.cat([parameter.grad.flatten() for parameter in named.values()])
     tied = {"lm_head.weight": "model.embed_tokens.weight"}
     expected = [gradients[name if name in gradients else tied[name]] for name in named]
@@ -95,6 +95,22 @@ def tied(output: Path) -> None:
     """A head that is the embedding, too, on other ranks than it."""
     fields = {"tie_word_embeddings": True, "attn_res_block_size": 3}
     save({"tied": compare(make(**fields), Pipeline(make(**fields), virtual=2, microbatches=2))}, output)
+
+
+def frozen(output: Path) -> None:
+    """All but two layers are frozen, so that the first stage has nothing to learn, and the gradient ends after it."""
+    found = {}
+    for reentrant in (None, False, True):
+        model, whole = (make(attn_res_block_size=3) for _ in range(2))
+        for one in (model, whole):
+            one.requires_grad_(False)
+            for layer in (5, 7):
+                one.model.layers[layer].requires_grad_(True)
+        pipeline = Pipeline(whole, virtual=2, microbatches=3)
+        if reentrant is not None:
+            pipeline.model.activation_checkpointing_enable({"use_reentrant": reentrant})
+        found["frozen", reentrant] = compare(model, pipeline)
+    save(found, output)
 
 
 def families(output: Path) -> None:
@@ -179,12 +195,44 @@ def checkpoint(output: Path) -> None:
     source = os.environ["MODEL"]
     part = load_part(source, cut, dist.get_rank())
     own = sum(parameter.numel() for parameter in part.parameters())
-    save_model(Pipeline(part, virtual=1, microbatches=1), output.with_name("saved"))
+    save_weights(Pipeline(part, virtual=1, microbatches=1), output.with_name("saved"))
     sizes: list[int] = [0] * dist.get_world_size()
     dist.all_gather_object(sizes, own)
     if dist.get_rank() == 0:
         whole = AutoModelForCausalLM.from_pretrained(source)
         torch.save({"parts": sizes, "whole": sum(p.numel() for p in whole.parameters())}, output)
+
+
+@contextmanager
+def counting_forwards(model):
+    """Count how often the MLP of any layer runs."""
+    ran = []
+    handles = [
+        module.register_forward_hook(lambda module, args, output: ran.append(module))
+        for name, module in model.named_modules()
+        if name.endswith(".mlp")
+    ]
+    yield ran
+    for handle in handles:
+        handle.remove()
+
+
+def checkpointing(output: Path) -> None:
+    """Layers recompute in the backward pass what they are asked not to keep."""
+    found = {}
+    for name in ("block", "straddling", "full", "none"):
+        for schedule in ("1f1b", "gpipe"):
+            for kwargs in (None, {"use_reentrant": False}, {"use_reentrant": True}):
+                pipeline = Pipeline(make(**LAYOUTS[name]), virtual=2, microbatches=4, schedule=schedule)
+                if kwargs is not None:  # as Trainer does, after the pipeline was made
+                    pipeline.model.activation_checkpointing_enable(kwargs)
+                errors = compare(make(**LAYOUTS[name]), pipeline)
+                with counting_forwards(pipeline.model) as ran:
+                    pipeline.run_step(batch())
+                expected = (1 if kwargs is None else 2) * len(pipeline.cut.layers_on(pipeline.rank)) * pipeline.microbatches
+                errors["runs"] = abs(len(ran) - expected)
+                found[name, schedule, None if kwargs is None else kwargs["use_reentrant"]] = errors
+    save(found, output)
 
 
 def lost(output: Path) -> None:
@@ -199,7 +247,7 @@ def lost(output: Path) -> None:
         layer.register_forward_hook(lambda *args: time.sleep(15) if hang else os._exit(3))
     with one_line_errors():
         if os.environ["HOW"] == "saving":
-            save_model(pipeline, output.with_name("saved"))
+            save_weights(pipeline, output.with_name("saved"))
         pipeline.run_step(batch())
 
 
@@ -211,10 +259,12 @@ if __name__ == "__main__":
     {
         "equal": equal,
         "tied": tied,
+        "frozen": frozen,
         "families": families,
         "replicas": replicas,
         "count": count,
         "checkpoint": checkpoint,
+        "checkpointing": checkpointing,
         "lost": lost,
     }[case](Path(target))
     dist.barrier()

@@ -18,7 +18,7 @@ NEEDED = {"model": "ported", "data": "notes.txt", "output": "tuned"}
 
 
 def parse(*options) -> tuple[Recipe, Arguments]:
-    return finetune_options().parse(list(map(str, options)))
+    return finetune_options().parse(list(map(str, options)))[:2]
 
 
 def as_options(fields: dict) -> list[str]:

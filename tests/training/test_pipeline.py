@@ -19,7 +19,9 @@ from tests.oracle import relative_error
 from training.loading import TrainingError
 from training.pipeline import fitting_microbatches
 from training.pipeline_cut import cut_layers, layout_of
+from training.pipeline_trainer import PipelineOptions, check_learning
 
+from . import test_finetune as finetuning
 from . import test_pretrain as pretraining
 from .conftest import refused, succeed
 from .test_distributed import launch
@@ -98,6 +100,11 @@ def test_an_embedding_that_is_the_head_has_the_gradient_of_both(tmp_path):
 
 
 @processes
+def test_what_is_frozen_has_no_gradient_and_what_is_not_the_same(tmp_path):
+    assert_equal(run(2, "frozen", tmp_path / "errors.pt"))
+
+
+@processes
 def test_experts_and_linear_attention_are_those_of_one_process(tmp_path):
     """That is given the same microbatches: a router's choices make more of their rounding errors."""
     assert_equal(run(2, "families", tmp_path / "errors.pt"))
@@ -106,6 +113,15 @@ def test_experts_and_linear_attention_are_those_of_one_process(tmp_path):
 @processes
 def test_replicas_beside_the_pipeline_share_the_gradient(tmp_path):
     assert_equal(run(4, "replicas", tmp_path / "errors.pt"))
+
+
+@processes
+def test_checkpointed_layers_run_twice_and_change_no_gradient(tmp_path):
+    found = run(2, "checkpointing", tmp_path / "errors.pt")
+    assert len(found) == 4 * 2 * 3
+    for setting, errors in found.items():
+        assert errors.pop("runs") == 0, setting  # more or fewer than the processes expect
+    assert_equal(found)
 
 
 # --------------------------------------------------------------------------------------------------------- what travels
@@ -225,6 +241,30 @@ def test_options_that_cannot_work_are_refused(flags, message, save_config, text_
     refused(message, *pretraining.command(save_config(), text_file, tmp_path / "out", *flags))
 
 
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--pipeline", 4, "--virtual-stages", 2], "has 8 stages, but the model has 6 decoder layers"),
+        (["--pipeline", 2], "a multiple of that as processes; torchrun started 1"),
+        (["--pipeline", 2, "--quantise", "4bit"], "--quantise 4bit does not go with --pipeline"),
+        (["--pipeline", 2, "--label-smoothing-factor", 0.1], "--label_smoothing_factor does not go with --pipeline"),
+        (["--microbatches", 2], "go with --pipeline"),
+    ],
+)
+def test_finetuning_that_cannot_work_is_refused_before_data_is_read(flags, message, save_model, tmp_path):
+    refused(message, *finetuning.command(save_model(), tmp_path / "absent.txt", tmp_path / "out", *flags))
+
+
+def test_a_process_with_nothing_to_learn_is_refused():
+    model, options = BY_NAME["Llama"].causal_lm(), PipelineOptions(pipeline=2)
+    model.requires_grad_(False)
+    model.model.layers[0].requires_grad_(True)
+    with pytest.raises(TrainingError, match=r"nothing is trained in layers \[3, 4, 5\].*process 1"):
+        check_learning(options, model)
+    model.model.attn_res.requires_grad_(True)
+    check_learning(options, model)
+
+
 # ---------------------------------------------------------------------------------------------------------- the command
 
 
@@ -247,6 +287,68 @@ def test_pretraining_follows_one_process_and_resumes(ranks, rows, flags, save_co
     (tmp_path / "two/result.json").unlink()
     launch("-m", "training", *args, ranks=ranks)
     assert_same_run(one, tmp_path, tolerance=2e-4 if muon else 1e-5)
+
+
+# So large an epsilon makes Adam's step of a small gradient small, where it would amplify what rounding changed
+SMOOTH = {"max_steps": 4, "learning_rate": 0.1, "adam_epsilon": 0.1, "per_device_eval_batch_size": 3}
+REENTRANT = ["--gradient_checkpointing", "True", "--gradient_checkpointing_kwargs", '{"use_reentrant": true}']
+
+
+@processes
+@pytest.mark.parametrize(
+    ("ranks", "rows", "flags", "pipeline"),
+    [
+        (2, 4, ["--lora", "full", "--no-packed"], ["--virtual-stages", 2, "--gradient_checkpointing", "True"]),
+        (2, 4, ["--lora", "none"], ["--microbatches", 3]),
+        (2, 4, ["--lora", "all-linear"], ["--virtual-stages", 2, *REENTRANT]),
+        pytest.param(4, 2, ["--dora", "--no-depth"], ["--schedule", "gpipe"], marks=pytest.mark.exhaustive),
+        pytest.param(2, 4, ["--lora", "full", "--control"], [], marks=pytest.mark.exhaustive),
+    ],
+)
+def test_finetuning_follows_one_process_and_resumes(ranks, rows, flags, pipeline, save_model, text_file, tmp_path):
+    model, one, two = save_model(), tmp_path / "one", tmp_path / "two"
+    flags = [*flags, "--depth-lr", 0.1]
+    expected = finetuning.run(model, text_file, one, *map(str, flags), **SMOOTH)
+    how = SMOOTH | {"per_device_train_batch_size": rows, "ddp_backend": "gloo", "save_strategy": "steps"}
+    flags += ["--pipeline", 2, *pipeline, "--resume", "--save-steps", 2]
+    args = finetuning.command(model, text_file, two, *flags, **how)
+    launch("-m", "training", *args, ranks=ranks)
+    assert_same_tuning(one, two, expected)
+    # once more, from its middle
+    shutil.copytree(two, tmp_path / "whole")
+    for leftover in (trained(two), two / "checkpoint-4"):
+        shutil.rmtree(leftover)
+    (two / "result.json").unlink()
+    launch("-m", "training", *args, ranks=ranks)
+    assert_same_tuning(tmp_path / "whole", two, json.loads((tmp_path / "whole/result.json").read_text()))
+
+
+def trained(output: Path) -> Path:
+    """The folder of what a run trained."""
+    return next(path for path in (output / "adapter", output / "model") if path.exists())
+
+
+def assert_same_tuning(one: Path, two: Path, expected: dict) -> None:
+    found = json.loads((two / "result.json").read_text())
+    assert finetuning.losses(found) == pytest.approx(finetuning.losses(expected), rel=1e-6)
+    assert found["held_out_loss"] == pytest.approx(expected["held_out_loss"], rel=1e-6)
+    assert (found["steps"], found["rows"]) == (expected["steps"], expected["rows"])
+    assert trained(one).name == trained(two).name
+    if trained(one).name == "adapter":
+        saved, kinds = finetuning.saved, [settings_of(folder) for folder in (one, two)]
+        assert kinds[0] == kinds[1]
+    else:
+        saved = pretraining.saved
+    weights, others = saved(one), saved(two)
+    assert weights.keys() == others.keys()
+    for name, value in weights.items():
+        assert relative_error(others[name], value) <= 1e-6, name
+
+
+def settings_of(output: Path) -> dict:
+    """The config of an adapter, with names in order."""
+    settings = json.loads((output / "adapter/adapter_config.json").read_text())
+    return {name: sorted(value) if isinstance(value, list) else value for name, value in settings.items()}
 
 
 @processes
