@@ -9,6 +9,7 @@ from common.errors import command_line
 
 from .inference import measure_inference, measure_memory
 from .mechanism import measure_growth, measure_mechanism
+from .pipeline import Part, measure_pipeline
 from .porting import measure_porting
 from .replica import measure_replica
 from .serving import measure_serving
@@ -74,6 +75,23 @@ def memory(
 ) -> None:
     """Measure the peak memory of a long prompt on SmolLM2-135M, at once and in chunks, each in its own process."""
     measure_memory(tokens, chunk, output)
+
+
+@app.command(epilog="Example: python -m benchmarks pipeline --part time --repeats 9 --output results/pipeline")
+def pipeline(
+    part: Annotated[
+        list[Part], typer.Option(help="What to measure; may be given several times. Default: all of it.")
+    ] = list(Part),
+    layers: Annotated[int, typer.Option(min=8, help="Decoder layers of the model whose step is measured.")] = 16,
+    width: Annotated[int, typer.Option(help="Its width.")] = 128,
+    tokens: Annotated[int, typer.Option(help="Tokens of each of the 8 microbatches.")] = 128,
+    repeats: Turns = 5,
+    output: Annotated[
+        Path | None, typer.Option(help="Write results to OUTPUT-PART.json and .png; a path without suffix.")
+    ] = None,
+) -> None:
+    """Measure pipelines on 2 and 4 processes: what travels, time against one process, and what a process holds."""
+    measure_pipeline(part, layers, width, tokens, repeats, output)
 
 
 @app.command(epilog="Example: python -m benchmarks replica --dtype float32")

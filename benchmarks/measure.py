@@ -46,6 +46,7 @@ def compare(
     label: str,
     between: Callable[[], object] = lambda: None,
     clock: Callable[[], float] = time.perf_counter,
+    silent: bool = False,
 ) -> dict[str, dict[str, float]]:
     """Time all candidates in several turns, each turn in an order drawn anew (seeded).
 
@@ -55,13 +56,14 @@ def compare(
     Args:
         between: is run untimed before each candidate, so that all come after the same.
         clock: gives the seconds.
+        silent: shows no progress.
 
     Returns:
         For each candidate the median of its "seconds", and of its "ratio" to the first candidate within a turn.
     """
     order = random.Random(0)
     times = {name: [] for name in runs}
-    for turn in tqdm(range(repeats + 1), desc=label):
+    for turn in tqdm(range(repeats + 1), desc=label, disable=silent):
         for name in order.sample(list(runs), len(runs)):
             between()
             taken = seconds(runs[name], clock)

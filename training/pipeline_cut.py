@@ -111,9 +111,7 @@ def cut_layers(num_layers: int, ranks: int, virtual: int, layout: BlockLayout | 
 def describe_cut(config: PreTrainedConfig, ranks: int, virtual: int) -> list[str]:
     """Describe in lines how a model is cut, and what travels in a forward pass, per token.
 
-    Beside it stands the paper's count for a model whose stages are C equal numbers of blocks, N_p each: without caching
-    C (C - 1) / 2 · N_p, with it P (P - 1) / 2 · N_p + (V - 1) P² · N_p. It leaves out the embedding, and counts blocks
-    that a rank has made itself.
+    Beside it stands the paper's count.
 
     Raises:
         TrainingError: as `cut_layers`.
@@ -129,10 +127,20 @@ def describe_cut(config: PreTrainedConfig, ranks: int, virtual: int) -> list[str
     lines.append(f"together: {cut.total_sent} vectors a token ({whole.total_sent} without caching)")
     if layout is not None:
         blocks = (2 * layers if layout.full else len(layout.blocks)) / cut.num_stages
-        cached = (ranks * (ranks - 1) / 2 + (virtual - 1) * ranks**2) * blocks
-        history = cut.num_stages * (cut.num_stages - 1) / 2 * blocks
+        cached, history = paper_counts(ranks, virtual, blocks)
         lines.append(f"by the paper's formulas, of {blocks:g} blocks a stage: {cached:g} ({history:g})")
     return lines
+
+
+def paper_counts(ranks: int, virtual: int, blocks: float) -> tuple[float, float]:
+    """Return how many blocks travel a token by the paper's formulas, with caching and without, of N_p in each stage.
+
+    Without caching they are C (C - 1) / 2 · N_p, with it P (P - 1) / 2 · N_p + (V - 1) P² · N_p. That leaves out the
+    embedding, and counts blocks that a rank has made itself.
+    """
+    stages = ranks * virtual
+    cached = (ranks * (ranks - 1) / 2 + (virtual - 1) * ranks**2) * blocks
+    return cached, stages * (stages - 1) / 2 * blocks
 
 
 def layout_of(config: PreTrainedConfig) -> BlockLayout | None:

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from torch.distributed import distributed_c10d
 from transformers import AutoModelForCausalLM
 
+from benchmarks.pipeline import counting_sends
 from common.errors import one_line_errors
 from tests.families import BY_NAME
 from training.pipeline import Pipeline
@@ -153,22 +153,6 @@ def save(found: dict, output: Path) -> None:
         torch.save(found, output)
 
 
-@contextmanager
-def counting_sends():
-    """Collect the shapes of tensors that are sent asynchronously, as all is that travels between stages."""
-    sent, isend = [], dist.isend
-
-    def counted(tensor, *args, **kwargs):
-        sent.append(tuple(tensor.shape))
-        return isend(tensor, *args, **kwargs)
-
-    dist.isend = distributed_c10d.isend = counted
-    try:
-        yield sent
-    finally:
-        dist.isend = distributed_c10d.isend = isend
-
-
 def count(output: Path) -> None:
     """What a forward pass sends, in tensors `[B, T, D]`, for 2 to 4 ranks with 1 to 4 virtual stages."""
     found = {}
@@ -182,7 +166,7 @@ def count(output: Path) -> None:
                     pipeline = Pipeline(model, group, virtual=virtual, microbatches=1, caching=caching)
                     with counting_sends() as sent:
                         pipeline.evaluate({name: value[:1] for name, value in batch().items()})
-                    numbers += sent.count((1, 10, 16))
+                    numbers += sum(tensor.shape == (1, 10, 16) for tensor in sent)
                 dist.all_reduce(numbers)
                 found[ranks, virtual, caching] = numbers.item()
     if dist.get_rank() == 0:
@@ -229,8 +213,8 @@ def checkpointing(output: Path) -> None:
                 errors = compare(make(**LAYOUTS[name]), pipeline)
                 with counting_forwards(pipeline.model) as ran:
                     pipeline.run_step(batch())
-                expected = (1 if kwargs is None else 2) * len(pipeline.cut.layers_on(pipeline.rank)) * pipeline.microbatches
-                errors["runs"] = abs(len(ran) - expected)
+                times = (1 if kwargs is None else 2) * pipeline.microbatches
+                errors["runs"] = abs(len(ran) - times * len(pipeline.cut.layers_on(pipeline.rank)))
                 found[name, schedule, None if kwargs is None else kwargs["use_reentrant"]] = errors
     save(found, output)
 
