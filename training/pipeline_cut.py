@@ -157,3 +157,4 @@ def layout_of(config: PreTrainedConfig) -> BlockLayout | None:
         return None
     if config.attn_res_form == "add":
         raise TrainingError('attn_res_form="add" cannot be cut into pipeline stages; expected "replace".')
+    return config.attn_res_layout

@@ -189,10 +189,10 @@ def checkpoint(output: Path) -> None:
 
 @contextmanager
 def counting_forwards(model):
-    """Count how often the MLP of any layer runs."""
+    """Collect the MLPs of layers as often as they begin; recomputation may stop before they end."""
     ran = []
     handles = [
-        module.register_forward_hook(lambda module, args, output: ran.append(module))
+        module.register_forward_pre_hook(lambda module, args: ran.append(module))
         for name, module in model.named_modules()
         if name.endswith(".mlp")
     ]
