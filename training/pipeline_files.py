@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from peft import set_peft_model_state_dict
+from peft import get_peft_model_state_dict, set_peft_model_state_dict
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
@@ -48,13 +48,14 @@ def save_weights(pipeline: Pipeline, target: Path, add_files: Callable[[Path], N
 
 def save_adapter(pipeline: Pipeline, target: Path, add_files: Callable[[Path], None]) -> None:
     """Write the adapter on the first rank, which is sent the tensors of the others."""
-    own = {name: one.detach().cpu() for name, one in pipeline.adapted.named_parameters() if one.requires_grad}
+    own = {name: value.cpu() for name, value in get_peft_model_state_dict(pipeline.adapted).items()}
     parts = [None] * pipeline.cut.ranks if pipeline.rank == 0 else None
     dist.gather_object(own, parts, group=pipeline.group, group_dst=0)
     if pipeline.rank == 0:
         state = {name: value for part in parts for name, value in part.items()}
         with complete_or_absent(target) as folder, writing(target):
-            pipeline.adapted.save_pretrained(folder, state_dict=state)
+            pipeline.adapted.save_pretrained(folder)  # with the tensors of this rank alone
+            save_file(state, folder / ADAPTER_SAFE_WEIGHTS_NAME, metadata={"format": "pt"})
             add_files(folder)
 
 

@@ -290,7 +290,7 @@ def test_pretraining_follows_one_process_and_resumes(ranks, rows, flags, save_co
 
 
 # So large an epsilon makes Adam's step of a small gradient small, where it would amplify what rounding changed
-SMOOTH = {"max_steps": 4, "learning_rate": 0.1, "adam_epsilon": 0.1, "per_device_eval_batch_size": 3}
+SMOOTH = {"max_steps": 4, "learning_rate": 0.01, "adam_epsilon": 0.1, "per_device_eval_batch_size": 3}
 REENTRANT = ["--gradient_checkpointing", "True", "--gradient_checkpointing_kwargs", '{"use_reentrant": true}']
 
 
@@ -307,13 +307,13 @@ REENTRANT = ["--gradient_checkpointing", "True", "--gradient_checkpointing_kwarg
 )
 def test_finetuning_follows_one_process_and_resumes(ranks, rows, flags, pipeline, save_model, text_file, tmp_path):
     model, one, two = save_model(), tmp_path / "one", tmp_path / "two"
-    flags = [*flags, "--depth-lr", 0.1]
+    flags = [*flags, "--depth-lr", 0.01]
     expected = finetuning.run(model, text_file, one, *map(str, flags), **SMOOTH)
     how = SMOOTH | {"per_device_train_batch_size": rows, "ddp_backend": "gloo", "save_strategy": "steps"}
     flags += ["--pipeline", 2, *pipeline, "--resume", "--save-steps", 2]
     args = finetuning.command(model, text_file, two, *flags, **how)
     launch("-m", "training", *args, ranks=ranks)
-    assert_same_tuning(one, two, expected)
+    assert_same_tuning(one, two, expected, from_zero=1e-5)
     # once more, from its middle
     shutil.copytree(two, tmp_path / "whole")
     for leftover in (trained(two), two / "checkpoint-4"):
@@ -328,7 +328,8 @@ def trained(output: Path) -> Path:
     return next(path for path in (output / "adapter", output / "model") if path.exists())
 
 
-def assert_same_tuning(one: Path, two: Path, expected: dict) -> None:
+def assert_same_tuning(one: Path, two: Path, expected: dict, from_zero: float = 1e-6) -> None:
+    """Within 1e-6; what began at zero, LoRA's B, and is all made of gradients, within another tolerance."""
     found = json.loads((two / "result.json").read_text())
     assert finetuning.losses(found) == pytest.approx(finetuning.losses(expected), rel=1e-6)
     assert found["held_out_loss"] == pytest.approx(expected["held_out_loss"], rel=1e-6)
@@ -342,7 +343,7 @@ def assert_same_tuning(one: Path, two: Path, expected: dict) -> None:
     weights, others = saved(one), saved(two)
     assert weights.keys() == others.keys()
     for name, value in weights.items():
-        assert relative_error(others[name], value) <= 1e-6, name
+        assert relative_error(others[name], value) <= (from_zero if "lora_B" in name else 1e-6), name
 
 
 def settings_of(output: Path) -> dict:
