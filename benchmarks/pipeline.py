@@ -50,17 +50,17 @@ def measure_pipeline(
 ) -> None:
     """Measure each part, and write its results beside those of the others."""
     torch.set_num_threads(1)  # as in the processes, for the note of a report
-    size = f"Llama of {layers} layers of {width}, blocks of 2 layers, {tokens} tokens a microbatch, fp32"
+    size = f"{layers} layers of {width}, {ROWS} · {tokens} tokens"
     for part in parts:
         target = None if output is None else output.with_name(f"{output.name}-{part}")
         if part is Part.COUNTS:
             report_counts(in_processes(PROCESSES, count_all), target)
         elif part is Part.TIME:
             results = in_processes(PROCESSES, time_steps, layers, width, tokens, repeats)
-            report(f"A pipeline's step on P · V stages; {size}", results, target)
+            report(f"Time of a step of P · V stages, {size}", results, target)
         else:
             results = in_processes(PROCESSES, measure_peaks, layers, width, tokens)
-            report(f"Tensors that a step makes, alive at once in a process of P · V stages; {size}", results, target)
+            report(f"Memory in a step of P · V stages, {size}", results, target)
 
 
 # ------------------------------------------------------------------------------------------------------------ processes
