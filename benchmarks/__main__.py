@@ -10,6 +10,7 @@ from common.errors import command_line
 from .inference import measure_inference, measure_memory
 from .mechanism import measure_growth, measure_mechanism
 from .porting import measure_porting
+from .prompts import measure_prompts
 from .replica import measure_replica
 from .serving import measure_serving
 from .training import measure_training
@@ -74,6 +75,23 @@ def memory(
 ) -> None:
     """Measure the peak memory of a long prompt on SmolLM2-135M, at once and in chunks, each in its own process."""
     measure_memory(tokens, chunk, output)
+
+
+@app.command(epilog="Example: python -m benchmarks prompts --tokens 4096 --tokens 8192 --ranks 2")
+def prompts(
+    tokens: Annotated[list[int], typer.Option(help="Prompt lengths; may be given several times.")] = [
+        8192,
+        32768,
+        65536,
+    ],
+    chunk: Annotated[int, typer.Option(help="Tokens per chunk of a prompt.")] = 2048,
+    ranks: Annotated[
+        list[int], typer.Option(help="Tensor-parallel processes for the shortest prompt; may be given several times.")
+    ] = [2, 4],
+    output: Annotated[Path | None, typer.Option(help="Write results to OUTPUT.json; a path without suffix.")] = None,
+) -> None:
+    """Measure what long prompts hold: block sums, phase 1 and KV cache, at once, in chunks, and by several ranks."""
+    measure_prompts(tokens, chunk, ranks, output)
 
 
 @app.command(epilog="Example: python -m benchmarks replica --dtype float32")
