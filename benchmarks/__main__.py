@@ -11,6 +11,7 @@ from .inference import measure_inference, measure_memory
 from .mechanism import measure_growth, measure_mechanism
 from .pipeline import Part, measure_pipeline
 from .porting import measure_porting
+from .prompts import measure_prompts
 from .replica import measure_replica
 from .serving import measure_serving
 from .training import measure_training
@@ -92,6 +93,23 @@ def pipeline(
 ) -> None:
     """Measure pipelines on 2 and 4 processes: what travels, time against one process, and what a process holds."""
     measure_pipeline(part, layers, width, tokens, repeats, output)
+
+
+@app.command(epilog="Example: python -m benchmarks prompts --tokens 4096 --tokens 8192 --ranks 2")
+def prompts(
+    tokens: Annotated[list[int], typer.Option(help="Prompt lengths; may be given several times.")] = [
+        8192,
+        32768,
+        65536,
+    ],
+    chunk: Annotated[int, typer.Option(help="Tokens per chunk of a prompt.")] = 2048,
+    ranks: Annotated[
+        list[int], typer.Option(help="Tensor-parallel processes for the shortest prompt; may be given several times.")
+    ] = [2, 4],
+    output: Annotated[Path | None, typer.Option(help="Write results to OUTPUT.json; a path without suffix.")] = None,
+) -> None:
+    """Measure what long prompts hold: block sums, phase 1 and KV cache, at once, in chunks, and by several ranks."""
+    measure_prompts(tokens, chunk, ranks, output)
 
 
 @app.command(epilog="Example: python -m benchmarks replica --dtype float32")

@@ -15,6 +15,7 @@ from .configuration_attnres import ADDITIVE_FAMILIES, LOSSLESS_FAMILIES, BlockLa
 from .depth_attention import DepthAttention, DepthReader, depth_read, is_depth_parameter, register_depth_reader
 from .depth_forms import depth_interventions
 from .modeling_attnres import register_family_parts
+from .sequence_shards import sequence_sharded_plan
 
 
 __all__ = [
@@ -28,6 +29,7 @@ __all__ = [
     "is_depth_parameter",
     "register_depth_reader",
     "register_family_parts",
+    "sequence_sharded_plan",
 ]
 
 

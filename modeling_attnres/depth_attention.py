@@ -138,7 +138,12 @@ class DepthAttention(nn.Module):
     All are fp32. One module at the root of the model: a block's queries are needed together, PEFT trains them by one
     name, and small steps of a vector that starts at zero are not rounded away. Zero queries and unit norms read the
     plain mean of the sources. Row 0 has no effect where the first sublayer has one source.
+
+    Attributes:
+        sequence_mesh: the ranks that prefill is sharded over (`sequence_shards.py`), or `None`.
     """
+
+    sequence_mesh = None
 
     def __init__(self, num_sites: int, hidden_size: int, form: DepthForm = DepthForm(), max_sources: int = 1):
         super().__init__()

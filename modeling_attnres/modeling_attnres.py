@@ -218,6 +218,16 @@ class AttnResPreTrainedModelMixin:
             )
         return super()._finalize_model_loading(model, load_config, loading_info)
 
+    @classmethod
+    def maybe_distribute_model(cls, model, distributed_config, mesh_manager):
+        """Distribute as the base does; transformers' own pipelines send one tensor between stages, and no blocks."""
+        if (getattr(distributed_config, "pp_size", None) or 1) > 1 and model.config.attn_res_mode != "none":
+            raise ValueError(
+                f"pp_size={distributed_config.pp_size}: transformers' pipelines hand on one tensor, but later layers "
+                "read closed blocks, too; expected 1. Pipelines that hand them on: `python -m training`, --pipeline."
+            )
+        return super().maybe_distribute_model(model, distributed_config, mesh_manager)
+
     def wants_depth_attentions(self, asked: bool | None) -> bool:
         """Say whether depth weights are wanted: by the call or, where it is silent, by the config."""
         if asked is None:
@@ -324,6 +334,9 @@ class AttnResModelMixin(AttnResPreTrainedModelMixin):
             self.attn_res_output_gain,
             weights,
         )
+        depth_pass.sequence_mesh = self.attn_res.sequence_mesh
+        if depth_pass.sequence_mesh is not None and self.depth_interventions:
+            raise ValueError("depth_interventions do not go with a sequence that is sharded over ranks.")
         return depth_pass
 
 

@@ -22,6 +22,7 @@ import torch
 from torch import nn
 
 from .depth_attention import DepthReader, statistics_dtype
+from .sequence_shards import SequenceShards, gather, shard_sequence, take_own
 
 
 def add_output(running_sum_BTD: torch.Tensor | None, output_BTD: torch.Tensor) -> torch.Tensor:
@@ -57,11 +58,15 @@ class DepthPass:
         last_layer: the decoder layer after which the output site is read.
         output_gain: what the output site's mixture is multiplied by.
         depth_weights: the weights of the sites read so far, where they are wanted, or `None`.
+        sequence_mesh: the ranks that share the sequence, where prefill is sharded over it, or `None`.
+        shards: the tokens that this rank has of the sequence, or `None`: all of them.
     """
 
     last_layer: nn.Module | None = None
     output_gain: float = 1
     depth_weights: list[torch.Tensor] | None = None
+    sequence_mesh: torch.distributed.DeviceMesh | None = None
+    shards: SequenceShards | None = None
 
     def __init__(self, reader: DepthReader):
         self.reader, self.layout = reader, reader.layout
@@ -91,7 +96,8 @@ class DepthPass:
     def stream_maker(self) -> Callable:
         """Return what makes a layer's stream of the results of `enter_layer` and `inputs_for`; it holds no tensor."""
         reader, keep_weights = self.reader, self.depth_weights is not None
-        return functools.partial(self.stream_class(), reader.read, reader.dtype, self.layout.full, keep_weights)
+        how = reader.read, reader.dtype, self.layout.full, keep_weights, self.shards
+        return functools.partial(self.stream_class(), *how)
 
     @staticmethod
     def stream_class() -> type[LayerStream]:
@@ -156,7 +162,7 @@ class DepthPass:
 
     def _keep_weights(self, weights_BTN: torch.Tensor | None) -> None:
         if self.depth_weights is not None:
-            self.depth_weights.append(weights_BTN)
+            self.depth_weights.append(gather(self.shards, weights_BTN))
 
 
 class ReplacePass(DepthPass):
@@ -201,7 +207,7 @@ class ReplacePass(DepthPass):
         self._keep_weights(weights_BTN)
         if self.output_gain != 1:
             mixture_BTD = mixture_BTD * self.output_gain
-        return mixture_BTD.to(self.reader.dtype)
+        return gather(self.shards, mixture_BTD.to(self.reader.dtype))
 
     def hand_on(self, layer: int, hidden_states_BTD: torch.Tensor) -> tuple[Sequence[torch.Tensor], torch.Tensor]:
         running_sum_BTD = self._take_running_sum(layer, hidden_states_BTD)
@@ -219,10 +225,13 @@ class ReplacePass(DepthPass):
         A bf16 layer returns it rounded. Where that value is what arrives here, the part that rounding cut off is put
         back; gradients flow through the tensor that arrives, so that whoever holds it sees its gradient.
         """
-        reader = self.reader
+        reader, given_BTD = self.reader, hidden_states_BTD
         if reader.dtype is None:  # the first layer is given the embedding
+            self.shards = shard_sequence(self.sequence_mesh, given_BTD)
+            hidden_states_BTD = take_own(self.shards, given_BTD)
             reader.start(hidden_states_BTD)
             return hidden_states_BTD
+        hidden_states_BTD = take_own(self.shards, given_BTD)  # whole where a hook put the embedding
         if hidden_states_BTD.device != reader.scaled_eps.device:
             reader.move_to(hidden_states_BTD.device)
             if self.running_sum is not None:
@@ -230,7 +239,7 @@ class ReplacePass(DepthPass):
         running_sum_BTD, self.running_sum = self.running_sum, None
         # A hook replaced the output of the layer that opened the block by its input, which lies in closed blocks: the
         # layer adds nothing. In Full mode its attention, which has closed, adds nothing either.
-        if self.opened is not None and self.opened[0] < layer and hidden_states_BTD is self.opened[1]:
+        if self.opened is not None and self.opened[0] < layer and given_BTD is self.opened[1]:
             zeros_BTD = torch.zeros_like(hidden_states_BTD)
             if self.layout.full:
                 self._drop_blocks(reader.num_blocks - 1)
@@ -344,6 +353,7 @@ class LayerStream:
         dtype: what the sublayers compute in.
         full: keep the two sublayers' outputs apart.
         keep_weights: keep the depth weights of its reads.
+        shards: the tokens that this rank has of a sharded sequence, or `None`.
         running_sum: what `DepthPass.enter_layer` returned `[B, T, D]`, or `None`.
         inputs: what `DepthPass.inputs_for` gave for the layer's two sites.
     """
@@ -354,10 +364,12 @@ class LayerStream:
         dtype: torch.dtype,
         full: bool,
         keep_weights: bool,
+        shards: SequenceShards | None,
         running_sum: torch.Tensor | None,
         inputs: tuple,
     ):
         self._read, self._dtype, self._full, self._keep_weights = read, dtype, full, keep_weights
+        self._shards = shards
         self.running_sum, self._inputs = running_sum, inputs
         self.kept_apart: list[torch.Tensor] = []
         self.weights: list[torch.Tensor] = []
@@ -383,10 +395,10 @@ class ResidualStream(LayerStream):
         mixture_BTD, weights_BTN = self._read(self.running_sum, self._inputs[self.num_reads])
         self.num_reads += 1
         if self._keep_weights:
-            self.weights.append(weights_BTN)
+            self.weights.append(gather(self._shards, weights_BTN))
         if gain != 1:
             mixture_BTD = mixture_BTD * gain
-        return mixture_BTD.to(self._dtype)
+        return gather(self._shards, mixture_BTD.to(self._dtype))
 
     def add(self, output_BTD: torch.Tensor) -> ResidualStream:
         """Take a sublayer's output."""
@@ -395,6 +407,7 @@ class ResidualStream(LayerStream):
             raise TypeError(
                 f"two outputs added after one read of the residual stream (parallel blocks): {_NOT_PRE_NORM}"
             )
+        output_BTD = take_own(self._shards, output_BTD)
         if self._full and self.running_sum is not None:
             self.kept_apart.append(self.running_sum)
             self.running_sum = output_BTD

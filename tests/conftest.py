@@ -10,6 +10,7 @@ import torch
 
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # of processes that tests start: threads that wait for each other spin
 torch.set_num_threads(1)  # tests run in parallel processes
 hypothesis.settings.register_profile("repeatable", deadline=None, derandomize=True)
 hypothesis.settings.load_profile("repeatable")

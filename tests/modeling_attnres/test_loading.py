@@ -22,7 +22,7 @@ from tests.oracle import relative_error
 HEADS = ("ForSequenceClassification", "ForTokenClassification", "ForQuestionAnswering")
 CODE_FILES = {
     *("configuration_attnres.py", "depth_attention.py", "depth_forms.py", "depth_readers.py", "modeling_attnres.py"),
-    "residual_stream.py",
+    *("residual_stream.py", "sequence_shards.py"),
 }
 
 

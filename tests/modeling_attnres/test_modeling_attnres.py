@@ -1,6 +1,7 @@
 """Whole models: numbers against the oracle, outputs, gradients, and the ways transformers runs a model."""
 
 import copy
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -238,6 +239,15 @@ def test_plans_and_fp32_lists_of_the_base_carry_over(family, mode):
     assert model._no_split_modules == {type(model.model.layers[0]).__name__, "DepthAttention"}
     control = family.causal_lm(attn_res_mode="none")
     assert control._no_split_modules == {type(layer).__name__ for layer in base.model.layers}
+
+
+def test_pipelines_of_transformers_are_refused():
+    """They hand on one tensor. Without depth attention they may."""
+    wanted = SimpleNamespace(pp_size=2)
+    model, control = (BY_NAME["Llama"].causal_lm(attn_res_mode=mode) for mode in ("block", "none"))
+    with pytest.raises(ValueError, match="pp_size=2"):
+        model.maybe_distribute_model(model, wanted, None)
+    assert control.maybe_distribute_model(control, wanted, None) is control  # no mesh: as it was
 
 
 def test_loss_embeddings_and_kept_logits(family, mode):

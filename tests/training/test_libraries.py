@@ -256,8 +256,26 @@ def test_pipelines_know_the_port(tokenizer, caplog):
     assert "not supported" not in caplog.text
 
 
-def test_liger_patches_a_port_as_its_base():
-    monkey_patch = pytest.importorskip("liger_kernel.transformers.monkey_patch", reason="Liger is not installed")
-    config = BY_NAME["Llama"].ours("Config")
-    table = monkey_patch.MODEL_TYPE_TO_APPLY_LIGER_FN
-    assert table[config.model_type] is table[config.base_model_type()]
+def test_liger_patches_a_port_as_its_base(tmp_path):
+    """It replaces classes of transformers before a model is made, and so in a process of its own."""
+    pytest.importorskip("liger_kernel.transformers.monkey_patch", reason="Liger is not installed")
+    family = BY_NAME["Llama"]
+    family.base_causal_lm().save_pretrained(tmp_path / "base")
+    family.causal_lm().save_pretrained(tmp_path / "port")
+    code = """
+import sys
+import modeling_attnres
+from liger_kernel.transformers import AutoLigerKernelForCausalLM
+for folder in sys.argv[1:]:
+    model = AutoLigerKernelForCausalLM.from_pretrained(folder)
+    kinds = sorted(type(module).__name__ for module in model.modules())
+    head = next(kind for kind in type(model).mro() if kind.__name__ == "LlamaForCausalLM")
+    print([kind for kind in kinds if "Liger" in kind], head.forward.__module__)
+"""
+    # the port first: nothing has been patched for the base
+    command = [sys.executable, "-c", code, str(tmp_path / "port"), str(tmp_path / "base")]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, check=True)
+    port, base = done.stdout.splitlines()[-2:]
+    assert port == base
+    assert "LigerRMSNorm" in port
+    assert "liger_kernel" in port
