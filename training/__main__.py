@@ -4,6 +4,7 @@ from argparse import SUPPRESS
 from pathlib import Path
 from typing import Annotated
 
+import torch
 import typer
 
 from common.errors import command_line
@@ -24,6 +25,12 @@ from .sweep import read_sweep, run_sweep
 app = command_line(__doc__)
 
 
+def leave_processes() -> None:
+    """Leave the processes of torchrun, whose threads the end of the interpreter would stop at any moment."""
+    if torch.distributed.is_available() and torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
+
+
 @app.command(
     context_settings={"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []},
     add_help_option=False,
@@ -31,6 +38,7 @@ app = command_line(__doc__)
 def finetune(context: typer.Context) -> None:
     """Fine-tune: LoRA on chosen modules and the depth parameters in full beside it, or all weights."""
     finetune_model(*finetune_options().parse(context.args))
+    leave_processes()
 
 
 def finetune_options() -> OptionParser:
@@ -63,6 +71,7 @@ def finetune_options() -> OptionParser:
 def pretrain(context: typer.Context) -> None:
     """Train from random weights, with Attention Residuals or with standard residuals."""
     pretrain_model(*pretrain_options().parse(context.args))
+    leave_processes()
 
 
 def pretrain_options() -> OptionParser:
@@ -88,6 +97,7 @@ def distil(context: typer.Context) -> None:
     """Bring what a trained port learned into its plain base, which is served without this library."""
     recipe, arguments = distil_options().parse(context.args)
     distil_model(recipe, arguments)
+    leave_processes()
 
 
 def distil_options() -> OptionParser:
