@@ -32,8 +32,9 @@ SMALL = {
     "hidden_size": 128,
     "intermediate_size": 352,
     "num_hidden_layers": 8,
-    "num_attention_heads": 4,
+    "num_attention_heads": 4,  # narrow ones: attention over 65,536 tokens takes minutes
     "num_key_value_heads": 4,
+    "head_dim": 8,
     "max_position_embeddings": 2**17,
     "tie_word_embeddings": True,
 }
