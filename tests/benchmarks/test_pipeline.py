@@ -60,6 +60,7 @@ def test_processes_send_what_is_planned(tmp_path):
     assert "sent" not in kimi
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 def test_checkpointing_holds_less_and_each_part_has_its_files(tmp_path):
     """Of a model so small that its time says nothing."""

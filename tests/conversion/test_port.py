@@ -126,6 +126,7 @@ def test_other_files_are_kept_and_other_weights_are_not(base_checkpoint, tmp_pat
         "depth_readers.py",
         "modeling_attnres.py",
         "residual_stream.py",
+        "sequence_shards.py",
     ]
 
 

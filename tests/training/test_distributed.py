@@ -76,6 +76,7 @@ def test_ddp_follows_the_loss_of_one_process(save_model, text_file, tmp_path):
 MUON = (["--muon"], 2e-4)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(("family", "flags", "tolerance"), [("Llama", [], 1e-5), ("Qwen3Moe", *MUON)])
 def test_pretraining_with_ddp_follows_one_process(family, flags, tolerance, save_config, text_file, tmp_path):
     config = save_config(family)
@@ -87,7 +88,7 @@ def test_pretraining_with_ddp_follows_one_process(family, flags, tolerance, save
     assert found["held_out_loss"] == pytest.approx(expected["held_out_loss"], rel=tolerance)
 
 
-@pytest.mark.parametrize(("flags", "tolerance"), [([], 1e-5), MUON])
+@pytest.mark.parametrize(("flags", "tolerance"), [([], 1e-5), pytest.param(*MUON, marks=pytest.mark.exhaustive)])
 def test_pretraining_with_fsdp2_follows_one_process_and_saves_the_model(
     flags, tolerance, save_config, text_file, tmp_path
 ):
@@ -136,6 +137,7 @@ def test_finetuning_with_fsdp2_follows_one_process_saves_its_adapter_and_resumes
     assert resumed["held_out_loss"]["after"] == pytest.approx(found["held_out_loss"]["after"], rel=1e-6)
 
 
+@pytest.mark.exhaustive
 def test_finetuning_experts_with_fsdp2_and_checkpointing_follows_one_process(save_model, text_file, tmp_path):
     model, flags = save_model("Qwen3Moe"), ("--lora", "experts", "--activation_checkpointing", "True")
     expected = run(model, text_file, tmp_path / "one", *flags)
@@ -144,6 +146,7 @@ def test_finetuning_experts_with_fsdp2_and_checkpointing_follows_one_process(sav
     assert_same_adapters(tmp_path / "one", tmp_path / "two")
 
 
+@pytest.mark.exhaustive
 def test_finetuning_with_fsdp2_in_bf16_reads_its_depth_weights(save_model, text_file, tmp_path):
     """FSDP casts what the model returns, and of that only the fields."""
     found = finetune_with_fsdp(save_model(), text_file, tmp_path / "out", bf16=True)

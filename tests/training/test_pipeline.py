@@ -94,27 +94,32 @@ def test_a_step_is_that_of_one_process(ranks, dtype, tmp_path):
     assert_equal(found, dtype)
 
 
+@pytest.mark.exhaustive
 @processes
 def test_an_embedding_that_is_the_head_has_the_gradient_of_both(tmp_path):
     assert_equal(run(2, "tied", tmp_path / "errors.pt"))
 
 
+@pytest.mark.exhaustive
 @processes
 def test_what_is_frozen_has_no_gradient_and_what_is_not_the_same(tmp_path):
     assert_equal(run(2, "frozen", tmp_path / "errors.pt"))
 
 
+@pytest.mark.exhaustive
 @processes
 def test_experts_and_linear_attention_are_those_of_one_process(tmp_path):
     """That is given the same microbatches: a router's choices make more of their rounding errors."""
     assert_equal(run(2, "families", tmp_path / "errors.pt"))
 
 
+@pytest.mark.exhaustive
 @processes
 def test_replicas_beside_the_pipeline_share_the_gradient(tmp_path):
     assert_equal(run(4, "replicas", tmp_path / "errors.pt"))
 
 
+@pytest.mark.exhaustive
 @processes
 def test_checkpointed_layers_run_twice_and_change_no_gradient(tmp_path):
     found = run(2, "checkpointing", tmp_path / "errors.pt")
@@ -158,6 +163,7 @@ def test_the_plan_sends_what_the_paper_counts(ranks, virtual, caching):
             assert cut.total_sent == expected(ranks, virtual, blocks, caching)
 
 
+@pytest.mark.exhaustive
 @processes
 def test_what_is_sent_is_what_the_plan_says(tmp_path):
     found = run(4, "count", tmp_path / "counts.pt")
@@ -299,7 +305,7 @@ REENTRANT = ["--gradient_checkpointing", "True", "--gradient_checkpointing_kwarg
     ("ranks", "rows", "flags", "pipeline"),
     [
         (2, 4, ["--lora", "full", "--no-packed"], ["--virtual-stages", 2, "--gradient_checkpointing", "True"]),
-        (2, 4, ["--lora", "none"], ["--microbatches", 3]),
+        pytest.param(2, 4, ["--lora", "none"], ["--microbatches", 3], marks=pytest.mark.exhaustive),
         (2, 4, ["--lora", "all-linear"], ["--virtual-stages", 2, *REENTRANT]),
         pytest.param(4, 2, ["--dora", "--no-depth"], ["--schedule", "gpipe"], marks=pytest.mark.exhaustive),
         pytest.param(2, 4, ["--lora", "full", "--control"], [], marks=pytest.mark.exhaustive),
@@ -352,6 +358,7 @@ def settings_of(output: Path) -> dict:
     return {name: sorted(value) if isinstance(value, list) else value for name, value in settings.items()}
 
 
+@pytest.mark.exhaustive
 @processes
 def test_bf16_is_that_of_one_process(save_config, text_file, tmp_path):
     """In the first step, before its rounding errors are trained on."""
@@ -382,7 +389,7 @@ def assert_same_run(one: dict, folder: Path, tolerance: float) -> None:
 
 
 @processes
-@pytest.mark.parametrize("family", ["Llama", "Qwen3Moe"])
+@pytest.mark.parametrize("family", ["Llama", pytest.param("Qwen3Moe", marks=pytest.mark.exhaustive)])
 def test_ranks_load_their_layers_alone_and_save_one_model(family, tmp_path):
     source = tmp_path / "model"
     BY_NAME[family].causal_lm(attn_res_block_size=2).save_pretrained(source)
@@ -398,7 +405,10 @@ def test_ranks_load_their_layers_alone_and_save_one_model(family, tmp_path):
 
 
 @processes
-@pytest.mark.parametrize(("how", "end"), [("stepping", 3), ("saving", 3), ("hanging", 2)])
+@pytest.mark.parametrize(
+    ("how", "end"),
+    [("stepping", 3), *(pytest.param(*case, marks=pytest.mark.exhaustive) for case in (("saving", 3), ("hanging", 2)))],
+)
 def test_a_rank_that_dies_or_hangs_ends_the_others_with_its_reason(how, end, tmp_path):
     timeout = "5" if how == "hanging" else "60"
     *others, (lost, _) = finish(start(3, "lost", tmp_path / "nothing", HOW=how, TIMEOUT=timeout))
