@@ -20,6 +20,7 @@ import math
 from dataclasses import dataclass
 
 import torch
+import transformers
 from torch import nn
 
 
@@ -93,7 +94,7 @@ def sequence_sharded_plan(config) -> dict[str, str]:
 
     Raises:
         ValueError: the model cannot be run so.
-        ImportError: transformers is too old (5.22 has these plans).
+        ImportError: this release of transformers has other plans.
 
     Example (of every process under torchrun):
         ```python
@@ -122,7 +123,13 @@ def sequence_sharded_plan(config) -> dict[str, str]:
 
 def register_parallel_styles() -> None:
     """Enter the two rules among those of transformers' tensor parallelism."""
-    from transformers.distributed.tensor_parallel import ALL_PARALLEL_STYLES, RowwiseParallel, TensorParallelLayer
+    try:
+        from transformers.distributed.tensor_parallel import ALL_PARALLEL_STYLES, RowwiseParallel, TensorParallelLayer
+    except ImportError:
+        raise ImportError(
+            f"transformers {transformers.__version__} has no transformers.distributed.tensor_parallel, which "
+            "sequence-sharded prefill needs; 5.24 has it."
+        ) from None
 
     class ShardDepth(TensorParallelLayer):
         """For a model's `DepthAttention`."""

@@ -48,6 +48,7 @@ def test_live_bytes_have_what_is_kept_for_the_backward_pass():
         assert found.peak >= 3 * 400
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 def test_processes_send_what_is_planned(tmp_path):
     args = ["pipeline", "--part", "counts", "--output", str(tmp_path / "found")]

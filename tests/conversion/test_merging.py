@@ -64,6 +64,7 @@ def models(request, tmp_path):
     return models
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("method", SHARES)
 @torch.no_grad()
 def test_weighted_merges(method, models, tmp_path, run_isolated):

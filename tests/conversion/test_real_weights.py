@@ -35,7 +35,11 @@ def run(model, tokenizer):
     return logits, model.generate(**prompt, do_sample=False, max_new_tokens=100)
 
 
-@pytest.mark.parametrize("blocks", [Blocks("full"), Blocks(number=8), Blocks(number=7)], ids=str)
+@pytest.mark.parametrize(
+    "blocks",
+    [pytest.param(Blocks("full"), marks=pytest.mark.exhaustive), Blocks(number=8), Blocks(number=7)],
+    ids=str,
+)
 def test_lossless(source, original, tmp_path, blocks):
     port_checkpoint(str(source), tmp_path / "target", blocks)
     model, info = AutoModelForCausalLM.from_pretrained(tmp_path / "target", output_loading_info=True)

@@ -82,7 +82,13 @@ def test_a_port_agrees_with_its_source_item_for_item(save_model, data_folder, tm
     assert said[0] == said[1] == said[2]
 
 
-@pytest.mark.parametrize(("family", "batch_sizes"), [("Llama", ("1", "1", "8", "auto")), ("KimiLinear", ("1", "8"))])
+@pytest.mark.parametrize(
+    ("family", "batch_sizes"),
+    [
+        pytest.param("Llama", ("1", "1", "8", "auto"), marks=pytest.mark.exhaustive),
+        ("KimiLinear", ("1", "8")),
+    ],
+)
 def test_scores_do_not_depend_on_the_run_or_on_the_batch(family, batch_sizes, save_model, data_folder, tmp_path):
     subjects = subjects_of([save_model(family)], None)
     scored, said = [], []

@@ -174,6 +174,7 @@ def test_a_trained_tokenizer_is_the_same_again_and_reads_every_byte(tmp_path):
     assert len(train_tokenizer(["w1"], 300)) < len(made[0]) <= 300
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 def test_memory_does_not_grow_with_the_data(tmp_path):
     """Peak memory of a process that tokenises, and reads all rows, of 1 MB and of 12 MB."""

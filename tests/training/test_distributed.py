@@ -88,7 +88,8 @@ def test_pretraining_with_ddp_follows_one_process(family, flags, tolerance, save
     assert found["held_out_loss"] == pytest.approx(expected["held_out_loss"], rel=tolerance)
 
 
-@pytest.mark.parametrize(("flags", "tolerance"), [([], 1e-5), pytest.param(*MUON, marks=pytest.mark.exhaustive)])
+@pytest.mark.exhaustive
+@pytest.mark.parametrize(("flags", "tolerance"), [([], 1e-5), MUON])
 def test_pretraining_with_fsdp2_follows_one_process_and_saves_the_model(
     flags, tolerance, save_config, text_file, tmp_path
 ):

@@ -304,7 +304,10 @@ REENTRANT = ["--gradient_checkpointing", "True", "--gradient_checkpointing_kwarg
 @pytest.mark.parametrize(
     ("ranks", "rows", "flags", "pipeline"),
     [
-        (2, 4, ["--lora", "full", "--no-packed"], ["--virtual-stages", 2, "--gradient_checkpointing", "True"]),
+        pytest.param(
+            *(2, 4, ["--lora", "full", "--no-packed"], ["--virtual-stages", 2, "--gradient_checkpointing", "True"]),
+            marks=pytest.mark.exhaustive,
+        ),
         pytest.param(2, 4, ["--lora", "none"], ["--microbatches", 3], marks=pytest.mark.exhaustive),
         (2, 4, ["--lora", "all-linear"], ["--virtual-stages", 2, *REENTRANT]),
         pytest.param(4, 2, ["--dora", "--no-depth"], ["--schedule", "gpipe"], marks=pytest.mark.exhaustive),
@@ -389,7 +392,8 @@ def assert_same_run(one: dict, folder: Path, tolerance: float) -> None:
 
 
 @processes
-@pytest.mark.parametrize("family", ["Llama", pytest.param("Qwen3Moe", marks=pytest.mark.exhaustive)])
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("family", ["Llama", "Qwen3Moe"])
 def test_ranks_load_their_layers_alone_and_save_one_model(family, tmp_path):
     source = tmp_path / "model"
     BY_NAME[family].causal_lm(attn_res_block_size=2).save_pretrained(source)
