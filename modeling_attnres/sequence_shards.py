@@ -22,6 +22,7 @@ from dataclasses import dataclass
 import torch
 import transformers
 from torch import nn
+from transformers import PreTrainedModel
 
 
 if torch.distributed.is_available():  # not in every build
@@ -123,13 +124,12 @@ def sequence_sharded_plan(config) -> dict[str, str]:
 
 def register_parallel_styles() -> None:
     """Enter the two rules among those of transformers' tensor parallelism."""
-    try:
-        from transformers.distributed.tensor_parallel import ALL_PARALLEL_STYLES, RowwiseParallel, TensorParallelLayer
-    except ImportError:
+    if not hasattr(PreTrainedModel, "_resolve_parallel_plans"):
         raise ImportError(
-            f"transformers {transformers.__version__} has no transformers.distributed.tensor_parallel, which "
-            "sequence-sharded prefill needs; 5.24 has it."
-        ) from None
+            f"transformers {transformers.__version__} does not take rules beside a model's own tensor-parallel plan, "
+            "which sequence-sharded prefill needs; 5.24 does."
+        )
+    from transformers.distributed.tensor_parallel import ALL_PARALLEL_STYLES, RowwiseParallel, TensorParallelLayer
 
     class ShardDepth(TensorParallelLayer):
         """For a model's `DepthAttention`."""

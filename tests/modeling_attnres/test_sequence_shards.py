@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from transformers import PreTrainedModel
 
 from modeling_attnres import depth_interventions, sequence_sharded_plan
 from tests.families import BY_NAME
@@ -18,7 +19,9 @@ from tests.oracle import relative_error
 from .sharded import block_bytes, load, observe
 
 
-pytest.importorskip("transformers.distributed.tensor_parallel")
+takes_rules = pytest.mark.skipif(
+    not hasattr(PreTrainedModel, "_resolve_parallel_plans"), reason="this release takes no rules beside a model's own"
+)
 ROOT = Path(__file__).parents[2]
 UNEVEN = {"attn_res_block_boundaries": [0, 1, 4]}
 CASES = {
@@ -36,7 +39,7 @@ CASES = {
 def folders(tmp_path_factory):
     made = {}
     for name, (family, fields) in CASES.items():
-        model = BY_NAME[family].causal_lm(num_attention_heads=4, num_key_value_heads=4, **fields)
+        model = BY_NAME[family].causal_lm(num_key_value_heads=4, vocab_size=100, **fields)
         for parameter_name, parameter in model.named_parameters():
             if parameter_name.endswith("bias"):
                 torch.nn.init.normal_(parameter)
@@ -45,6 +48,7 @@ def folders(tmp_path_factory):
     return made
 
 
+@takes_rules
 @pytest.mark.slow
 @pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.exhaustive)])
 def test_ranks_compute_what_one_process_does(ranks, folders, tmp_path):
@@ -66,6 +70,13 @@ def test_ranks_compute_what_one_process_does(ranks, folders, tmp_path):
         assert found["bytes"] == block_bytes(model, 24) // ranks, name
 
 
+@pytest.mark.skipif(not takes_rules.args[0], reason="this release takes rules beside a model's own")
+def test_an_old_release_is_refused():
+    with pytest.raises(ImportError, match="transformers"):
+        sequence_sharded_plan(BY_NAME["Llama"].config())
+
+
+@takes_rules
 def test_what_cannot_be_sharded_is_refused():
     family = BY_NAME["Llama"]
     with pytest.raises(ValueError, match="attn_res_mode"):
