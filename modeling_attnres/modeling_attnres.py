@@ -335,8 +335,9 @@ class AttnResModelMixin(AttnResPreTrainedModelMixin):
             weights,
         )
         depth_pass.sequence_mesh = self.attn_res.sequence_mesh
-        if depth_pass.sequence_mesh is not None and self.depth_interventions:
-            raise ValueError("depth_interventions do not go with a sequence that is sharded over ranks.")
+        if depth_pass.sequence_mesh is not None and (self.depth_interventions or form.additive):
+            found = "depth_interventions do" if self.depth_interventions else 'attn_res_form="add" does'
+            raise ValueError(f"{found} not go with a sequence that is sharded over ranks.")
         return depth_pass
 
 

@@ -87,11 +87,15 @@ def gather(shards: SequenceShards | None, own_BTD: torch.Tensor) -> torch.Tensor
     return own_BTD if shards is None else shards.gather(own_BTD)
 
 
-def sequence_sharded_plan(config) -> dict[str, str]:
+def sequence_sharded_plan(config, prefix: str = "model.") -> dict[str, str]:
     """Return what a model's tensor-parallel plan has otherwise where prefill is sharded over the sequence.
+
+    Logits, text and depth weights are those of the whole sequence. Hidden states between layers (hooks on them,
+    `output_hidden_states`) are of this rank's tokens.
 
     Args:
         config: of a port or another model with Attention Residuals, of the form "replace".
+        prefix: of the decoder's modules in the model: "" for a decoder without a head (`AutoModel`).
 
     Raises:
         ValueError: the model cannot be run so.
@@ -109,6 +113,8 @@ def sequence_sharded_plan(config) -> dict[str, str]:
         ```
     """
     register_parallel_styles()
+    if not hasattr(config, "attn_res_mode"):
+        raise ValueError(f"{type(config).__name__} is a base family's config; expected that of a port.")
     if config.attn_res_mode == "none":
         raise ValueError('attn_res_mode="none": there is no depth attention to shard; expected "block" or "full".')
     if config.attn_res_depth_form.additive:
@@ -119,7 +125,7 @@ def sequence_sharded_plan(config) -> dict[str, str]:
     if not base:
         raise ValueError(f"transformers has no tensor-parallel plan for {config.base_model_type()!r}.")
     rules = {name: SCATTER_ROWS for name in OUTPUT_PROJECTIONS if base.get(name) == "rowwise"}
-    return {f"model.{name}": style for name, style in {**rules, "attn_res": SHARD_DEPTH}.items()}
+    return {prefix + name: style for name, style in {**rules, "attn_res": SHARD_DEPTH}.items()}
 
 
 def register_parallel_styles() -> None:

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
 from transformers.distributed import DistributedConfig
 
 from modeling_attnres import sequence_sharded_plan
@@ -69,6 +69,15 @@ def load_sharded(folder: str):
     return load(folder, distributed_config=how)
 
 
+def decode_without_head(folder: str) -> torch.Tensor:
+    """The last hidden state of a decoder that is loaded alone."""
+    plan = sequence_sharded_plan(AutoConfig.from_pretrained(folder), prefix="")
+    how = DistributedConfig(tp_size=dist.get_world_size(), tp_plan=plan)
+    model = AutoModel.from_pretrained(folder, dtype=torch.float64, distributed_config=how).eval()
+    with torch.no_grad():
+        return model(**prompts(23), use_cache=False).last_hidden_state
+
+
 def main(output: str, *folders: str) -> None:
     dist.init_process_group("gloo")
     results = []
@@ -78,6 +87,7 @@ def main(output: str, *folders: str) -> None:
         outputs = model(**prompts(23), use_cache=False)  # with gradients: whole on every rank
         found["with gradients"] = outputs.logits.detach()
         results.append(found)
+    results[0]["without head"] = decode_without_head(folders[0])
     if dist.get_rank() == 0:
         torch.save(results, Path(output))
     dist.barrier()

@@ -16,7 +16,7 @@ from modeling_attnres import depth_interventions, sequence_sharded_plan
 from tests.families import BY_NAME
 from tests.oracle import relative_error
 
-from .sharded import block_bytes, load, observe
+from .sharded import block_bytes, load, observe, prompts
 
 
 takes_rules = pytest.mark.skipif(
@@ -67,6 +67,10 @@ def test_ranks_compute_what_one_process_does(ranks, folders, tmp_path):
             for one, other in zip(found[what], value, strict=True):  # rows, or sites
                 assert relative_error(one, other) <= 1e-12, (name, what)
         assert relative_error(found["with gradients"], expected["does not"]) <= 1e-12, name
+        if "without head" in found:
+            with torch.no_grad():
+                state = model.model(**prompts(23), use_cache=False).last_hidden_state
+            assert relative_error(found["without head"], state) <= 1e-12
         assert found["bytes"] == block_bytes(model, 24) // ranks, name
 
 
@@ -83,10 +87,16 @@ def test_what_cannot_be_sharded_is_refused():
         sequence_sharded_plan(family.config(attn_res_mode="none"))
     with pytest.raises(ValueError, match="attn_res_form"):
         sequence_sharded_plan(family.config(attn_res_form="add"))
+    with pytest.raises(ValueError, match="LlamaConfig is a base family's config"):
+        sequence_sharded_plan(family.base_causal_lm().config)
     config = family.config()
     config.base_model_tp_plan = None
     with pytest.raises(ValueError, match="tensor-parallel plan"):
         sequence_sharded_plan(config)
+    additive = family.causal_lm(attn_res_form="add")
+    additive.model.attn_res.sequence_mesh = object()
+    with pytest.raises(ValueError, match='"add" does not go'), torch.no_grad():
+        additive(torch.ones(1, 4, dtype=torch.long))
     model = family.causal_lm()
     model.model.attn_res.sequence_mesh = object()
     mask = torch.tensor([True, False])
