@@ -4,6 +4,7 @@ import json
 import multiprocessing
 import random
 import resource
+import tempfile
 import time
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
@@ -11,6 +12,8 @@ from pathlib import Path
 from statistics import median
 
 import torch
+import torch.distributed as dist
+import torch.multiprocessing
 from rich.console import Console
 from rich.table import Table
 from tqdm import tqdm
@@ -38,6 +41,24 @@ def in_own_process(function: Callable, *args):
     """Call a function in a fresh process, whose peak memory is then its own."""
     with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
         return pool.submit(function, *args).result()
+
+
+def in_processes(number: int, function: Callable, *args):
+    """Call a function in new processes of one group; returns what the first one's call does, as JSON has it."""
+    with tempfile.TemporaryDirectory() as folder:
+        torch.multiprocessing.spawn(run_in_group, (number, Path(folder), function, args), nprocs=number)
+        return json.loads((Path(folder) / "result.json").read_text())
+
+
+def run_in_group(rank: int, number: int, folder: Path, function: Callable, args: tuple) -> None:
+    """Call a function as one process of several, and leave the first one's result in a folder."""
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=number)
+    result = function(*args)
+    if rank == 0:
+        (folder / "result.json").write_text(json.dumps(result))
+    dist.barrier()
+    dist.destroy_process_group()
 
 
 def compare(

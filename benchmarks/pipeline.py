@@ -4,9 +4,8 @@ The processes are started here, with gloo between them and one thread each.
 """
 
 import json
-import tempfile
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from enum import StrEnum
 from functools import partial
@@ -14,7 +13,6 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing
 from rich.console import Console
 from rich.table import Table
 from torch.distributed import distributed_c10d
@@ -28,7 +26,7 @@ from modeling_attnres.configuration_attnres import BlockLayout
 from training.pipeline import Pipeline
 from training.pipeline_cut import cut_layers, paper_counts
 
-from .measure import Results, compare, report
+from .measure import Results, compare, in_processes, report
 
 
 class Part(StrEnum):
@@ -61,27 +59,6 @@ def measure_pipeline(
         else:
             results = in_processes(PROCESSES, measure_peaks, layers, width, tokens)
             report(f"Memory in a step of P · V stages, {size}", results, target)
-
-
-# ------------------------------------------------------------------------------------------------------------ processes
-
-
-def in_processes(number: int, function: Callable, *args):
-    """Call a function in new processes of one group; returns what the first one's call does, as JSON has it."""
-    with tempfile.TemporaryDirectory() as folder:
-        torch.multiprocessing.spawn(run_in_group, (number, Path(folder), function, args), nprocs=number)
-        return json.loads((Path(folder) / "result.json").read_text())
-
-
-def run_in_group(rank: int, number: int, folder: Path, function: Callable, args: tuple) -> None:
-    """Call a function as one process of several, and leave the first one's result in a folder."""
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=number)
-    result = function(*args)
-    if rank == 0:
-        (folder / "result.json").write_text(json.dumps(result))
-    dist.barrier()
-    dist.destroy_process_group()
 
 
 def make_model(layers: int, width: int, mode: str = "block") -> PreTrainedModel:

@@ -2,8 +2,6 @@
 
 import json
 import os
-from concurrent.futures import ProcessPoolExecutor
-from multiprocessing import get_context
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -22,7 +20,7 @@ from modeling_attnres.depth_readers import TwoPhaseReader
 from modeling_attnres.residual_stream import DepthPass
 
 from .inference import some_ids
-from .measure import in_own_process, peak_mib
+from .measure import in_own_process, in_processes, peak_mib
 
 
 MIB = 2**20
@@ -84,25 +82,18 @@ def read_prompt(folder: Path, length: int, chunk: int | None, ranks: int, sharde
     """Read a prompt in fresh processes, and return what the first one held."""
     if ranks == 1:
         return in_own_process(measure_prompt, folder, length, chunk)
-    meeting = folder / f"meeting-{ranks}-{sharded}"
-    with ProcessPoolExecutor(ranks, mp_context=get_context("spawn")) as pool:
-        futures = [pool.submit(measure_rank, folder, length, meeting, rank, ranks, sharded) for rank in range(ranks)]
-        parts, *_ = [future.result() for future in futures]
-        return parts
+    return in_processes(ranks, measure_rank, folder, length, sharded)
 
 
-def measure_rank(folder: Path, length: int, meeting: Path, rank: int, ranks: int, sharded: bool) -> dict[str, float]:
+def measure_rank(folder: Path, length: int, sharded: bool) -> dict[str, float]:
     """Measure one process of several: tensor parallel, with or without a sharded sequence."""
     from transformers.distributed import DistributedConfig
 
-    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(ranks)}
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{meeting}", rank=rank, world_size=ranks)
+    rank, ranks = str(dist.get_rank()), dist.get_world_size()
+    os.environ |= {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": str(ranks)}  # where transformers looks
     plan = sequence_sharded_plan(AutoConfig.from_pretrained(folder)) if sharded else "auto"
     how = DistributedConfig(tp_size=ranks, tp_plan=plan)
-    parts = measure_prompt(folder, length, None, distributed_config=how)
-    dist.destroy_process_group()
-    return parts
+    return measure_prompt(folder, length, None, distributed_config=how)
 
 
 @quiet_transformers()

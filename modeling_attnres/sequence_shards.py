@@ -56,19 +56,6 @@ class SequenceShards:
     mesh: DeviceMesh
     num_tokens: int
 
-    def take_own(self, whole_BTD: torch.Tensor) -> torch.Tensor:
-        """Return this rank's tokens, `[B, t, D]`."""
-        count, start = Shard.local_shard_size_and_offset(self.num_tokens, self.mesh.size(), self.mesh.get_local_rank())
-        return whole_BTD.narrow(1, start, count).contiguous()
-
-    def gather(self, own_BTD: torch.Tensor) -> torch.Tensor:
-        """Return all ranks' tokens, `[B, T, …]`."""
-        shape = torch.Size((own_BTD.shape[0], self.num_tokens, *own_BTD.shape[2:]))
-        stride = torch.empty(shape, device="meta").stride()
-        own_BTD = own_BTD.contiguous()
-        placed = DTensor.from_local(own_BTD, self.mesh, [Shard(1)], run_check=False, shape=shape, stride=stride)
-        return placed.redistribute(placements=[Replicate()]).to_local()
-
 
 def shard_sequence(mesh: DeviceMesh | None, embedding_BTD: torch.Tensor) -> SequenceShards | None:
     """Return the shards of a pass, `None` where every rank keeps the whole sequence."""
@@ -78,13 +65,23 @@ def shard_sequence(mesh: DeviceMesh | None, embedding_BTD: torch.Tensor) -> Sequ
 
 
 def take_own(shards: SequenceShards | None, x_BTD: torch.Tensor) -> torch.Tensor:
-    """Return this rank's tokens of a tensor that has all, and any other as it is."""
-    return x_BTD if shards is None or x_BTD.shape[1] != shards.num_tokens else shards.take_own(x_BTD)
+    """Return this rank's tokens, `[B, t, D]`, of a tensor that has all, and any other as it is."""
+    if shards is None or x_BTD.shape[1] != shards.num_tokens:
+        return x_BTD
+    mesh = shards.mesh
+    count, start = Shard.local_shard_size_and_offset(shards.num_tokens, mesh.size(), mesh.get_local_rank())
+    return x_BTD.narrow(1, start, count).contiguous()
 
 
 def gather(shards: SequenceShards | None, own_BTD: torch.Tensor) -> torch.Tensor:
-    """Return all tokens where a rank has some, and any other tensor as it is."""
-    return own_BTD if shards is None else shards.gather(own_BTD)
+    """Return all tokens, `[B, T, …]`, where a rank has some, and any other tensor as it is."""
+    if shards is None:
+        return own_BTD
+    shape = torch.Size((own_BTD.shape[0], shards.num_tokens, *own_BTD.shape[2:]))
+    stride = torch.empty(shape, device="meta").stride()
+    own_BTD = own_BTD.contiguous()
+    placed = DTensor.from_local(own_BTD, shards.mesh, [Shard(1)], run_check=False, shape=shape, stride=stride)
+    return placed.redistribute(placements=[Replicate()]).to_local()
 
 
 def sequence_sharded_plan(config, prefix: str = "model.") -> dict[str, str]:

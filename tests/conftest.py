@@ -19,6 +19,16 @@ from tests.families import FAMILIES, LAYOUTS  # noqa: E402
 
 
 ROOT = Path(__file__).parent.parent
+# What a checkpoint carries as remote code
+CODE_FILES = {
+    "configuration_attnres.py",
+    "depth_attention.py",
+    "depth_forms.py",
+    "depth_readers.py",
+    "modeling_attnres.py",
+    "residual_stream.py",
+    "sequence_shards.py",
+}
 
 
 @pytest.fixture(params=FAMILIES, ids=lambda family: family.name)

@@ -62,8 +62,8 @@ def save_adapter(pipeline: Pipeline, target: Path, add_files: Callable[[Path], N
 def save_model(pipeline: Pipeline, target: Path, add_files: Callable[[Path], None]) -> None:
     """Write the whole model: each rank its tensors, one file a rank."""
     rank, ranks, group = pipeline.rank, pipeline.cut.ranks, pipeline.group
-    writing = complete_or_absent(target) if rank == 0 else contextlib.nullcontext()
-    with writing as folder:
+    own_folder = complete_or_absent(target) if rank == 0 else contextlib.nullcontext()
+    with own_folder as folder:
         where = [folder]
         dist.broadcast_object_list(where, group=group, group_src=0)
         error = None

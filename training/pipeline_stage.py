@@ -149,7 +149,6 @@ class Stage(nn.Module):
         cut: of its layers.
         stage: which of the cut.
         cache: of the rank.
-
     """
 
     def __init__(self, model: PreTrainedModel, cut: Cut, stage: int, cache: BlockCache):

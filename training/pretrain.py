@@ -182,7 +182,8 @@ def _pretrain(recipe: Pretraining, arguments: Arguments, stages: PipelineOptions
         depth_lr=recipe.depth_lr_factor * arguments.learning_rate,
         muon=recipe.muon,
     )
-    model = outline(config)  # for what is counted: in a pipeline no process keeps the whole model
+    if stages.pipeline is not None:  # no process keeps the whole model; this is for what is counted
+        model = outline(config)
     # Rows are equally long: the mean of their means, which experts' router losses go with, is that over all tokens
     trainer.model_accepts_loss_kwargs = False
     if arguments.should_save:

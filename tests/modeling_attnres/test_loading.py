@@ -13,17 +13,13 @@ from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
 from transformers.utils import logging
 
 import modeling_attnres
-from tests.conftest import ROOT
+from tests.conftest import CODE_FILES, ROOT
 from tests.conversion.checkpoints import all_tensors
 from tests.families import BY_NAME, FAMILIES, randomise_depth, tokens
 from tests.oracle import relative_error
 
 
 HEADS = ("ForSequenceClassification", "ForTokenClassification", "ForQuestionAnswering")
-CODE_FILES = {
-    *("configuration_attnres.py", "depth_attention.py", "depth_forms.py", "depth_readers.py", "modeling_attnres.py"),
-    *("residual_stream.py", "sequence_shards.py"),
-}
 
 
 def depth_shapes(layers, width, prefix="model."):

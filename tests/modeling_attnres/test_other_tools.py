@@ -74,6 +74,6 @@ def test_nnsight_sees_and_steers_as_hooks_do(model):
     with traced.trace(tokens()):
         traced.model.layers[2].output = traced.model.layers[2].output * 2
         found = traced.lm_head.output.save()
-    assert all(map(torch.equal, inputs, seen))
-    assert all(map(torch.equal, outputs, made))
+    for found_tensors, expected in ((inputs, seen), (outputs, made)):
+        assert all(torch.equal(*pair) for pair in zip(found_tensors, expected, strict=True))
     assert torch.equal(found, steered)

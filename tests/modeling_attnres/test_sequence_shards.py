@@ -3,11 +3,6 @@
 In float64, in which the order of sums over ranks hardly matters: what differs by more is a fault.
 """
 
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 import torch
 from transformers import PreTrainedModel
@@ -15,14 +10,13 @@ from transformers import PreTrainedModel
 from modeling_attnres import depth_interventions, sequence_sharded_plan
 from tests.families import BY_NAME
 from tests.oracle import relative_error
+from tests.processes import launch
 
 from .sharded import block_bytes, load, observe, prompts
 
 
-takes_rules = pytest.mark.skipif(
-    not hasattr(PreTrainedModel, "_resolve_parallel_plans"), reason="this release takes no rules beside a model's own"
-)
-ROOT = Path(__file__).parents[2]
+TAKES_RULES = hasattr(PreTrainedModel, "_resolve_parallel_plans")
+takes_rules = pytest.mark.skipif(not TAKES_RULES, reason="this release takes no rules beside a model's own")
 UNEVEN = {"attn_res_block_boundaries": [0, 1, 4]}
 CASES = {
     "uneven blocks": ("Llama", UNEVEN),
@@ -52,11 +46,7 @@ def folders(tmp_path_factory):
 @pytest.mark.slow
 @pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.exhaustive)])
 def test_ranks_compute_what_one_process_does(ranks, folders, tmp_path):
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
-    program = ["tests/modeling_attnres/sharded.py", tmp_path / "result.pt", *folders.values()]
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "PYTHONPATH": str(ROOT)}
-    done = subprocess.run([*command, *map(str, program)], cwd=ROOT, env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr[-3000:]
+    launch("tests/modeling_attnres/sharded.py", tmp_path / "result.pt", *folders.values(), ranks=ranks)
     for (name, folder), found in zip(folders.items(), torch.load(tmp_path / "result.pt"), strict=True):
         model = load(folder)
         expected = observe(model)
@@ -74,7 +64,7 @@ def test_ranks_compute_what_one_process_does(ranks, folders, tmp_path):
         assert found["bytes"] == block_bytes(model, 24) // ranks, name
 
 
-@pytest.mark.skipif(not takes_rules.args[0], reason="this release takes rules beside a model's own")
+@pytest.mark.skipif(TAKES_RULES, reason="this release takes rules beside a model's own")
 def test_an_old_release_is_refused():
     with pytest.raises(ImportError, match="transformers"):
         sequence_sharded_plan(BY_NAME["Llama"].config())

@@ -1,10 +1,7 @@
 """Two processes over gloo compute what one does: DDP and FSDP2 through Trainer, FSDP2 alone, tensor parallel."""
 
 import json
-import os
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -14,6 +11,7 @@ from transformers import AutoModelForCausalLM
 
 from tests.families import FAMILIES
 from tests.oracle import relative_error
+from tests.processes import launch
 
 from . import test_pretrain as pretraining
 from .conftest import refused
@@ -23,27 +21,6 @@ from .test_finetune import command, losses, run, saved
 
 ROOT = Path(__file__).parents[2]
 pytestmark = pytest.mark.slow
-
-
-def launch(*program, ranks: int = 2):
-    """Run a program in several processes."""
-    done = subprocess.run(
-        [
-            sys.executable,
-            "-m",
-            "torch.distributed.run",
-            "--standalone",
-            "--nproc-per-node",
-            str(ranks),
-            *map(str, program),
-        ],
-        cwd=ROOT,
-        env=os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
 
 
 def run_case(case, output, *models):

@@ -16,6 +16,7 @@ from transformers import AutoModelForCausalLM
 from modeling_attnres.configuration_attnres import BlockLayout
 from tests.families import BY_NAME
 from tests.oracle import relative_error
+from tests.processes import launch
 from training.loading import TrainingError
 from training.pipeline import fitting_microbatches
 from training.pipeline_cut import cut_layers, layout_of
@@ -24,7 +25,6 @@ from training.pipeline_trainer import PipelineOptions, check_learning
 from . import test_finetune as finetuning
 from . import test_pretrain as pretraining
 from .conftest import refused, succeed
-from .test_distributed import launch
 
 
 ROOT = Path(__file__).parents[2]
