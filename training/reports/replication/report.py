@@ -2,8 +2,8 @@
 
     python -m training.reports.replication.report
 
-Prints a table of what is recorded so far; writes results.json and, beside it, curves, magnitudes and gradients by
-layer, and the depth weights of one run of each arm.
+Prints what is recorded so far, the rates that were tried and the arms at their best; writes results.json and, beside
+it, curves, magnitudes and gradients by layer, and the depth weights of one run of each arm.
 """
 
 import json
@@ -22,17 +22,23 @@ HERE = Path(__file__).parent
 BASELINE = "none"
 
 
+def losses_by_rate(records: list[dict]) -> dict[str, dict[float, float]]:
+    """Return what each arm came to with the first seed, at each rate."""
+    first = min(record["seed"] for record in records)
+    arms = defaultdict(dict)
+    for record in records:
+        if record["seed"] == first:
+            arms[record["arm"]][record["rate"]] = record["loss"]
+    return arms
+
+
 def runs_at_best_rate(records: list[dict]) -> dict[str, dict[int, dict]]:
     """Return each arm's runs by seed, at the rate that was best with the first seed."""
-    first = min(record["seed"] for record in records)
-    arms = defaultdict(list)
-    for record in records:
-        arms[record["arm"]].append(record)
-    chosen = {}
-    for arm, runs in arms.items():
-        best = min((run for run in runs if run["seed"] == first), key=lambda run: run["loss"])["rate"]
-        chosen[arm] = {run["seed"]: run for run in runs if run["rate"] == best}
-    return chosen
+    best = {arm: min(losses, key=losses.get) for arm, losses in losses_by_rate(records).items()}
+    return {
+        arm: {run["seed"]: run for run in records if run["arm"] == arm and run["rate"] == rate}
+        for arm, rate in best.items()
+    }
 
 
 def compare(arm: dict[int, dict], baseline: dict[int, dict]) -> dict:
@@ -47,25 +53,35 @@ def compare(arm: dict[int, dict], baseline: dict[int, dict]) -> dict:
         "loss": float(np.mean([run["loss"] for run in arm.values()])),
         "difference": float(differences.mean()) if seeds else None,
         "half of the interval": None if half is None else float(half),
-        "seconds per run": float(np.median([run["seconds"] for run in arm.values()])),
+        "seconds per step": float(np.median([run["seconds"] / run["curve"][-1][0] for run in arm.values()])),
     }
+
+
+def make_rates_table(by_rate: dict[str, dict[float, float]]) -> Table:
+    """Make a row per arm, a column per rate."""
+    rates = sorted({rate for losses in by_rate.values() for rate in losses})
+    table = Table("first seed, by rate", *(f"{rate:g}" for rate in rates))
+    for arm, losses in by_rate.items():
+        table.add_row(arm, *(f"{losses[rate]:.4f}" if rate in losses else "" for rate in rates))
+    return table
 
 
 def make_table(results: dict[str, dict]) -> Table:
     """Make a row per arm."""
-    table = Table("arm", "rate", "seeds", "loss", f"difference to {BASELINE}")
+    table = Table("arm", "rate", "seeds", "loss", f"difference to {BASELINE}", "seconds per step")
     for arm, result in results.items():
         half = result["half of the interval"]
         interval = "" if half is None else f" ± {half:.4f}"
         difference = "" if result["difference"] is None else f"{result['difference']:+.4f}{interval}"
-        table.add_row(arm, f"{result['rate']:g}", str(len(result["seeds"])), f"{result['loss']:.4f}", difference)
+        seeds, loss = str(len(result["seeds"])), f"{result['loss']:.4f}"
+        table.add_row(arm, f"{result['rate']:g}", seeds, loss, difference, f"{result['seconds per step']:.2f}")
     return table
 
 
 def draw(chosen: dict[str, dict[int, dict]]) -> None:
     """Draw one run of each arm: the curve, magnitudes and gradients by layer, and the depth weights."""
     ones = {arm: next(iter(runs.values())) for arm, runs in chosen.items()}
-    caption = "16 layers × 64, 3.3 million tokens"
+    caption = f"16 layers × 64, {ones[BASELINE]['tokens'] / 1e6:.2f} million tokens"
     draw_losses({arm: run["curve"] for arm, run in ones.items()}, HERE / "curves.png", caption)
     quantities = ones[BASELINE]["by layer"]
     by_layer = {quantity: {arm: run["by layer"][quantity] for arm, run in ones.items()} for quantity in quantities}
@@ -76,11 +92,11 @@ def draw(chosen: dict[str, dict[int, dict]]) -> None:
 
 
 def main() -> None:
-    """Print the table, and write results.json and pictures."""
+    """Print the tables, and write results.json and pictures."""
     records = [json.loads(line) for line in (HERE / "runs.jsonl").read_text().splitlines()]
     chosen = runs_at_best_rate(records)
     results = {arm: compare(runs, chosen[BASELINE]) for arm, runs in chosen.items()}
-    Console(width=120).print(make_table(results))
+    Console(width=120).print(make_rates_table(losses_by_rate(records)), make_table(results))
     (HERE / "results.json").write_text(json.dumps(results, indent=1) + "\n")
     draw(chosen)
 
