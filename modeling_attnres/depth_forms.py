@@ -13,10 +13,10 @@ A site reads Σ_i α_i s_i of its sources s_i (`depth_attention.py`). What a for
 | `attn_res_weights="static_raw"` | c_i itself, 1 at the start: the residual sum (DenseFormer)                         |
 | `attn_res_key_norm=False`       | k_i = s_i                                                                          |
 
-Heads, windows and the form "add" are read by every reader; the others by `GeneralReader`. It goes over all sources at
-each site and keeps what autograd wants: memory and time grow with sites × sources.
+Heads, windows and the form "add" are read by every reader; the others by `GeneralReader`. Unlike other readers it
+computes logits site by site, for queries that are made of the input are known there alone.
 
-Shapes: as in `depth_attention.py`; here N sources are the first axis, and D may be two axes H × E.
+Shapes: as in `depth_attention.py`, but a head is an axis here even where there is one: H heads of width E.
 """
 
 import contextlib
@@ -31,20 +31,20 @@ from .depth_attention import (
     DepthParameters,
     DepthReader,
     autocast_off,
-    join_heads,
+    inverse_size,
+    mix,
     register_depth_reader,
-    split_heads,
-    statistics_dtype,
 )
 
 
 class GeneralInputs(NamedTuple):
-    """What a general read needs: the form, the site's own parameters, the blocks, and an intervention."""
+    """What a general read needs: the form, D · eps, the site's own parameters, the blocks, and an intervention."""
 
     form: DepthForm
-    eps: float
+    scaled_eps: torch.Tensor
     parameters: DepthParameters  # of this site, without its axis S
     blocks_BTD: tuple[torch.Tensor, ...]
+    block_scales_BT1: tuple[torch.Tensor, ...]  # what makes each block a key
     intervention: torch.Tensor | None
 
 
@@ -63,16 +63,19 @@ class GeneralReader(DepthReader):
         super().__init__(parameters, eps, layout)
         self.interventions: dict[int, torch.Tensor] = {}
         self._blocks_BTD: list[torch.Tensor] = []
+        self._scales_BT1: list[torch.Tensor] = []
 
     @property
     def blocks(self) -> Sequence[torch.Tensor]:
         return self._blocks_BTD
 
     def append(self, block_BTD: torch.Tensor) -> None:
-        self._blocks_BTD.append(block_BTD.to(self.dtype))
+        block_BTD = block_BTD.to(self.dtype)
+        self._blocks_BTD.append(block_BTD)
+        self._scales_BT1.append(inverse_size(block_BTD, block_BTD.shape[-1:], self.scaled_eps))
 
     def drop_blocks(self, count: int) -> None:
-        del self._blocks_BTD[count:]
+        del self._blocks_BTD[count:], self._scales_BT1[count:]
 
     def inputs_for(self, site: int) -> GeneralInputs:
         shared = ("null_D", "gates_SD")  # of no site, or the business of the pass
@@ -82,75 +85,75 @@ class GeneralReader(DepthReader):
                 for name, tensor in self.parameters._asdict().items()
             }
         )
-        blocks_BTD = tuple(self._blocks_BTD[block] for block in self.layout.visible_blocks(site))
+        visible = self.layout.visible_blocks(site)
+        blocks_BTD, scales_BT1 = (
+            tuple(of_block[block] for block in visible) for of_block in (self._blocks_BTD, self._scales_BT1)
+        )
         intervention = self.interventions.get(site)
         if intervention is not None:
             intervention = intervention.to(self.scaled_eps.device)
-        return GeneralInputs(self.form, self.eps, parameters, blocks_BTD, intervention)
+        return GeneralInputs(self.form, self.scaled_eps, parameters, blocks_BTD, scales_BT1, intervention)
 
     @staticmethod
     def read(running_sum_BTD: torch.Tensor | None, inputs: GeneralInputs) -> tuple[torch.Tensor, torch.Tensor]:
-        form, eps, parameters, blocks_BTD, intervention = inputs
-        sources_BTD = blocks_BTD if running_sum_BTD is None else (*blocks_BTD, running_sum_BTD)
-        dtype = statistics_dtype(blocks_BTD[0].dtype)
-        values_NBTD = torch.stack([source_BTD.to(dtype) for source_BTD in sources_BTD])
-        width = torch.Size((values_NBTD.shape[-1],))
-        if form.heads > 1:
-            width = torch.Size((form.heads, width[0] // form.heads))
-        with autocast_off(values_NBTD):
-            logits_NBT = general_logits(values_NBTD, form, eps, parameters, width)
-            weights_NBT = general_weights(logits_NBT, form, intervention)
-            mixed_BTD = (split_heads(values_NBTD, width) * weights_NBT.unsqueeze(-1)).sum(0)
-        return join_heads(mixed_BTD, width), weights_NBT.movedim(0, -1)
+        form, scaled_eps, parameters, sources_BTD, scales_BT1, intervention = inputs
+        if running_sum_BTD is not None:
+            running_scale_BT1 = inverse_size(running_sum_BTD, running_sum_BTD.shape[-1:], scaled_eps)
+            sources_BTD, scales_BT1 = (*sources_BTD, running_sum_BTD), (*scales_BT1, running_scale_BT1)
+        sources_BTHE = [source_BTD.unflatten(-1, (form.heads, -1)) for source_BTD in sources_BTD]
+        with autocast_off(sources_BTD[0]):
+            if parameters.static_SN is not None:  # the logits themselves, here without S
+                logits_BTHN = parameters.static_SN[: len(sources_BTD)].expand(*sources_BTHE[0].shape[:-1], -1)
+            else:
+                query_BTHE = general_query(sources_BTD[-1], scales_BT1[-1], parameters).unflatten(-1, (form.heads, -1))
+                logits_BTHN = general_logits(query_BTHE, sources_BTHE, scales_BT1 if form.key_norm else None)
+            weights_BTHN = general_weights(logits_BTHN, form, intervention)
+            mixed_BTHE = mix(weights_BTHN, sources_BTHE)
+        return mixed_BTHE.flatten(-2), weights_BTHN if form.heads > 1 else weights_BTHN.squeeze(-2)
 
     def move_to(self, device: torch.device) -> None:
         super().move_to(device)
-        self._blocks_BTD = [block_BTD.to(device) for block_BTD in self._blocks_BTD]
+        self._blocks_BTD, self._scales_BT1 = (
+            [of_block.to(device) for of_block in kept] for kept in (self._blocks_BTD, self._scales_BT1)
+        )
+
+
+def general_query(newest_BTD: torch.Tensor, scale_BT1: torch.Tensor, parameters: DepthParameters) -> torch.Tensor:
+    """Return the effective query of one site: learned, `[D]`, or made of the newest source, `[B, T, D]`."""
+    if parameters.queries_SD is not None:
+        return parameters.queries_SD.flatten()
+    query_BTD = newest_BTD * scale_BT1 * newest_BTD.shape[-1] ** 0.5  # of unit mean square
+    if parameters.query_down_SRD is not None:
+        query_BTD = query_BTD @ parameters.query_down_SRD.t()  # [B, T, R]
+    query_BTD = query_BTD @ parameters.query_up_SDR.t()
+    return query_BTD if parameters.key_gains_SD is None else query_BTD * parameters.key_gains_SD
 
 
 def general_logits(
-    values_NBTD: torch.Tensor, form: DepthForm, eps: float, parameters: DepthParameters, width: torch.Size
+    query_BTHE: torch.Tensor, sources_BTHE: Sequence[torch.Tensor], scales_BT1: Sequence[torch.Tensor] | None
 ) -> torch.Tensor:
-    """Return the logit of each source at one site, `[N, B, T]`, per head `[N, B, T, H]`; raw weights are their own."""
-    if parameters.static_SN is not None:
-        logits_N = parameters.static_SN[: len(values_NBTD)]
-        return logits_N[:, None, None].expand(values_NBTD.shape[:3])
-    # keys: s / |s| · √D, whose √D and γ are in the query
-    keys_NBTD = normalise(values_NBTD, eps) if form.key_norm else values_NBTD
-    if form.query == "learned":
-        query_BTD = parameters.queries_SD
-    else:
-        newest_BTD = normalise(values_NBTD[-1], eps) * values_NBTD.shape[-1] ** 0.5  # of unit mean square
-        if parameters.query_down_SRD is not None:
-            newest_BTD = newest_BTD @ parameters.query_down_SRD.t()  # [B, T, R]
-        query_BTD = newest_BTD @ parameters.query_up_SDR.t()
-        if parameters.key_gains_SD is not None:
-            query_BTD = query_BTD * parameters.key_gains_SD
-        query_BTD = split_heads(query_BTD, width)
-    return (split_heads(keys_NBTD, width) * query_BTD).sum(-1)
+    """Return the logit of each source at one site, `[B, T, H, N]`; without scales keys are not normalised."""
+    products_BTH = [(source_BTHE * query_BTHE).sum(-1) for source_BTHE in sources_BTHE]
+    if scales_BT1 is not None:
+        products_BTH = [product_BTH * scale_BT1 for product_BTH, scale_BT1 in zip(products_BTH, scales_BT1)]
+    return torch.stack(products_BTH, dim=-1)
 
 
-def general_weights(logits_NBT: torch.Tensor, form: DepthForm, intervention: torch.Tensor | None) -> torch.Tensor:
+def general_weights(logits_BTHN: torch.Tensor, form: DepthForm, intervention: torch.Tensor | None) -> torch.Tensor:
     """Return the weights of a site's sources: of their logits, or as an intervention says."""
     mask = None
     if intervention is not None:
-        intervention = intervention.movedim(-1, 0)  # sources first, as here
-        missing = logits_NBT.dim() - intervention.dim()
-        intervention = intervention.reshape(*intervention.shape, *[1] * missing)  # [N] is for every token and head
+        if intervention.dim() == 3:  # [B, T, N], for every head
+            intervention = intervention.unsqueeze(-2)
         if intervention.dtype != torch.bool:
-            return intervention.to(logits_NBT.dtype).expand_as(logits_NBT)
+            return intervention.to(logits_BTHN.dtype).expand_as(logits_BTHN)
         mask = intervention
     if form.weights in ("softmax", "static"):
         if mask is not None:
-            logits_NBT = logits_NBT.masked_fill(~mask, -torch.inf)
-        return logits_NBT.softmax(0)
-    weights_NBT = logits_NBT.sigmoid() if form.weights == "sigmoid" else logits_NBT
-    return weights_NBT if mask is None else weights_NBT * mask
-
-
-def normalise(x_BTD: torch.Tensor, eps: float) -> torch.Tensor:
-    """Return x / √(|x|² + D · eps): of unit size, where the effective query carries the √D."""
-    return x_BTD * torch.rsqrt(x_BTD.square().sum(-1, keepdim=True) + x_BTD.shape[-1] * eps)
+            logits_BTHN = logits_BTHN.masked_fill(~mask, -torch.inf)
+        return logits_BTHN.softmax(-1)
+    weights_BTHN = logits_BTHN.sigmoid() if form.weights == "sigmoid" else logits_BTHN
+    return weights_BTHN if mask is None else weights_BTHN * mask
 
 
 register_depth_reader("general", GeneralReader)
