@@ -21,6 +21,17 @@ Target = Annotated[Path, typer.Argument(help="The folder to write; it must not e
 Mode = Annotated[Literal["block", "full"], typer.Option(help="Read blocks of layers, or every sublayer.")]
 BlockSize = Annotated[int | None, typer.Option(help="Decoder layers per block. Default: layers / 8, rounded up.")]
 NumBlocks = Annotated[int | None, typer.Option(help="The number of blocks, in place of their size.")]
+FormName = Annotated[
+    Literal["replace", "add"], typer.Option(help="A mixture in place of the residual stream, or gated beside it.")
+]
+Heads = Annotated[int, typer.Option(help="Parts of the width, each with its own weights.")]
+Query = Annotated[Literal["learned", "input"], typer.Option(help="Learned, or projected from the input.")]
+QueryRank = Annotated[int | None, typer.Option(help="The rank of that projection. Default: the width.")]
+Weights = Annotated[
+    Literal["softmax", "sigmoid", "static", "static_raw"], typer.Option(help="How sources are weighed.")
+]
+KeyNorm = Annotated[bool, typer.Option("--key-norm/--no-key-norm", help="Normalise the keys.")]
+Window = Annotated[int | None, typer.Option(help="Read this many newest sources beside the embedding.")]
 Text = Annotated[Path | None, typer.Option(help="A UTF-8 text file, in place of the built-in sample.")]
 
 
@@ -38,19 +49,13 @@ def port(
     num_blocks: NumBlocks = None,
     link: Annotated[bool, typer.Option("--link", help="Hard-link the shards: instant, but they stay shared.")] = False,
     verify: Annotated[bool, typer.Option("--verify", help="Compare with SOURCE before TARGET appears.")] = False,
-    form: Annotated[
-        Literal["replace", "add"], typer.Option(help="A mixture in place of the residual stream, or gated beside it.")
-    ] = "replace",
-    heads: Annotated[int, typer.Option(help="Parts of the width, each with its own weights.")] = 1,
-    query: Annotated[
-        Literal["learned", "input"], typer.Option(help="Learned, or projected from the input.")
-    ] = "learned",
-    query_rank: Annotated[int | None, typer.Option(help="The rank of that projection. Default: the width.")] = None,
-    weights: Annotated[
-        Literal["softmax", "sigmoid", "static", "static_raw"], typer.Option(help="How sources are weighed.")
-    ] = "softmax",
-    key_norm: Annotated[bool, typer.Option("--key-norm/--no-key-norm", help="Normalise the keys.")] = True,
-    window: Annotated[int | None, typer.Option(help="Read this many newest sources beside the embedding.")] = None,
+    form: FormName = "replace",
+    heads: Heads = 1,
+    query: Query = "learned",
+    query_rank: QueryRank = None,
+    weights: Weights = "softmax",
+    key_norm: KeyNorm = True,
+    window: Window = None,
 ) -> None:
     """Port a checkpoint of a base family to Attention Residuals without changing what it computes.
 
@@ -88,10 +93,18 @@ def upcycle(
         float, typer.Option(help="Noise of each expert, in units of its weights' deviation.")
     ] = 0.0,
     seed: Annotated[int, typer.Option(help="Seed of the routers and the noise.")] = 0,
+    form: FormName = "replace",
+    heads: Heads = 1,
+    query: Query = "learned",
+    query_rank: QueryRank = None,
+    weights: Weights = "softmax",
+    key_norm: KeyNorm = True,
+    window: Window = None,
 ) -> None:
     """Turn a dense Llama into a Mixtral whose experts start as copies of its MLP, with depth attention."""
     blocks = Blocks(mode, block_size, num_blocks)
-    say(upcycle_checkpoint(source, target, experts, top_k, blocks, expert_noise, seed))
+    how = Form(form, heads, query, query_rank, weights, key_norm, window)
+    say(upcycle_checkpoint(source, target, experts, top_k, blocks, expert_noise, seed, how))
 
 
 @app.command(epilog="Example: python -m conversion inspect ported --entropy")

@@ -20,7 +20,7 @@ from transformers.tokenization_utils_base import TOKENIZER_CONFIG_FILE
 from common.files import check_space, check_target, complete_or_absent, move, write_new
 
 from .checkpoint import CONFIG_NAME, Checkpoint, CheckpointError, open_source, read_json
-from .port import Blocks, PortReport, check_portable, depth_tensors
+from .port import Blocks, Form, PortReport, check_portable, depth_tensors
 from .verify import load_tokenizer, relative_difference
 from .writing import WRITTEN_ANEW, add_card, copy_other_files, write_port, write_shards
 
@@ -61,6 +61,7 @@ def upcycle_checkpoint(
     blocks: Blocks = Blocks(),  # noqa: B008 (it is frozen)
     expert_noise: float = 0.0,
     seed: int = 0,
+    form: Form = Form(),  # noqa: B008
 ) -> UpcycleReport:
     """Write a Llama checkpoint as a Mixtral whose experts are copies of its MLPs, with depth attention.
 
@@ -73,6 +74,7 @@ def upcycle_checkpoint(
         expert_noise: standard deviation of noise added to each expert, in units of its weight's own; 0 changes nothing
             and leaves it to the router to break the symmetry.
         seed: of the routers and the noise.
+        form: of depth attention.
 
     Raises:
         UserError: the source is no plain Llama checkpoint, or a number is out of range.
@@ -94,7 +96,7 @@ def upcycle_checkpoint(
     with complete_or_absent(target) as folder, open_source(source, folder) as checkpoint:
         # Check all that can be checked before tensors are written.
         config = mixtral_config(checkpoint, experts, top_k)
-        check_portable(checkpoint, blocks)
+        check_portable(checkpoint, blocks, form)
         check_space(folder, experts * mlp_bytes(checkpoint))
         # Write a Mixtral beside the target, and port it by moving its shards.
         with tempfile.TemporaryDirectory(prefix=".base-", dir=folder) as base:
@@ -102,7 +104,7 @@ def upcycle_checkpoint(
             write_shards(Path(base), tensors)
             write_new(Path(base) / CONFIG_NAME, config.to_json_string())
             upcycled = Checkpoint(Path(base))
-            attnres = check_portable(upcycled, blocks)
+            attnres = check_portable(upcycled, blocks, form)
             depth = depth_tensors(attnres, upcycled.depth_prefix)
             write_port(upcycled, folder, attnres, depth, move)
         # Add the source's other files, measure what noise has changed, and record how it was made.

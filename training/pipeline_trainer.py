@@ -68,6 +68,8 @@ def check_pipeline(options: PipelineOptions, config: PreTrainedConfig, arguments
         if options.virtual_stages != 1 or options.microbatches is not None:
             raise TrainingError("--virtual-stages and --microbatches go with --pipeline.")
         return
+    if options.pipeline < 2:
+        raise TrainingError(f"--pipeline must be at least 2 processes, got {options.pipeline}.")
     cut_layers(config.num_hidden_layers, options.pipeline, options.virtual_stages, layout_of(config))
     if options.schedule not in SCHEDULES:
         raise TrainingError(f"--schedule must be {' or '.join(SCHEDULES)}, got {options.schedule}.")
@@ -79,10 +81,9 @@ def check_pipeline(options: PipelineOptions, config: PreTrainedConfig, arguments
     if arguments.gradient_accumulation_steps != 1:
         raise TrainingError("--gradient_accumulation_steps does not go with --pipeline, which has --microbatches.")
     launched = int(os.environ.get("WORLD_SIZE", 1))
-    if options.pipeline < 2 or launched % options.pipeline != 0:
+    if launched % options.pipeline != 0:
         raise TrainingError(
-            f"--pipeline {options.pipeline}: expected 2 or more, and a multiple of that as processes; torchrun started "
-            f"{launched}."
+            f"--pipeline {options.pipeline}: expected a multiple of that as processes; torchrun started {launched}."
         )
 
 

@@ -5,7 +5,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from common.errors import UserError
-from conversion.port import Blocks
+from conversion.port import Blocks, Form
 from conversion.upcycle import upcycle_checkpoint
 from tests.conversion.checkpoints import all_tensors, edit_config
 from tests.families import BY_NAME, tokens
@@ -36,6 +36,22 @@ def test_preserves_the_function_for_any_router(llama, tmp_path, top_k, blocks):
     for layer in model.model.layers:
         torch.nn.init.normal_(layer.mlp.gate.weight, std=3.0)
     assert relative_error(model(tokens()).logits, expected) <= 3e-6
+
+
+@pytest.mark.parametrize(
+    "form", [Form("add", heads=2), Form(heads=2), Form(query="input", query_rank=3)], ids=["add", "heads", "input"]
+)
+def test_takes_every_form(llama, tmp_path, form):
+    """As a port does; what the form adds lies in the checkpoint, and is trained."""
+    report = upcycle_checkpoint(str(tmp_path / "llama"), tmp_path / "moe", experts=4, top_k=2, form=form)
+    assert report.logit_change <= 3e-6
+    model, info = AutoModelForCausalLM.from_pretrained(tmp_path / "moe", output_loading_info=True)
+    assert not any(info.values())
+    assert {name: getattr(model.config, f"attn_res_{name}") for name in ("form", "heads", "query", "query_rank")} == {
+        **{"form": form.form, "heads": form.heads},
+        **{"query": form.query, "query_rank": form.query_rank},
+    }
+    assert relative_error(model.eval()(tokens()).logits, llama(tokens()).logits) <= 3e-6
 
 
 def test_layout_and_routers(llama, tmp_path):

@@ -238,6 +238,7 @@ def test_microbatches_that_the_schedule_cannot_order_are_filled_up():
     [
         (["--pipeline", 4, "--virtual-stages", 2], "has 8 stages, but the model has 6 decoder layers"),
         (["--pipeline", 2], "a multiple of that as processes; torchrun started 1"),
+        (["--pipeline", 0], "--pipeline must be at least 2 processes, got 0"),
         (["--pipeline", 2, "--gradient-accumulation-steps", 2], "gradient_accumulation_steps does not go with"),
         (["--pipeline", 2, "--schedule", "zigzag"], "--schedule must be 1f1b or gpipe, got zigzag"),
         (["--virtual-stages", 2], "go with --pipeline"),
