@@ -31,16 +31,26 @@ def run_name(arm: str, rate: float, seed: int) -> str:
     return f"{arm.replace(', ', '-').replace(' ', '-')}_{rate:g}_{seed}"
 
 
+def rates_to_try(arm: str, experiment: dict, records: dict[str, dict]) -> tuple[list[float], float | None]:
+    """Return the rates an arm is tried at with the first seed, and the best one, once it lies between two others."""
+    rates, seed = sorted(experiment["rates"]), experiment["seeds"][0]
+    while all(run_name(arm, rate, seed) in records for rate in rates):
+        best = min(rates, key=lambda rate: records[run_name(arm, rate, seed)]["loss"])
+        if rates[0] < best < rates[-1]:
+            return rates, best
+        rates = [rates[0] / 2, *rates] if best == rates[0] else [*rates, rates[-1] * 2]
+    return rates, None
+
+
 def plan_runs(records: dict[str, dict]) -> dict[str, dict]:
-    """Return the options of the runs that can be made now, by name: an arm's other seeds wait for its rates."""
+    """Return the options of the runs that can be made now, by name: an arm's other seeds wait for its best rate."""
     experiment = yaml.safe_load((HERE / "experiment.yaml").read_text())
     first, *others = experiment["seeds"]
     runs = {}
     for arm, options in experiment["arms"].items():
-        rates = {rate: run_name(arm, rate, first) for rate in experiment["rates"]}
+        rates, best = rates_to_try(arm, experiment, records)
         wanted = [(rate, first) for rate in rates]
-        if all(name in records for name in rates.values()):
-            best = min(rates, key=lambda rate: records[rates[rate]]["loss"])
+        if best is not None:
             wanted += [(best, seed) for seed in others]
         for rate, seed in wanted:
             options_of_run = experiment["options"] | options | {"learning_rate": rate, "seed": seed}
