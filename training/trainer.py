@@ -4,6 +4,7 @@ import contextlib
 import json
 import math
 import warnings
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
@@ -31,7 +32,7 @@ class DepthTrainer(Trainer):
     Its held-out loss is the mean per token, and its checkpoints say when they are complete.
 
     Args:
-        depth_lr: the learning rate of the depth parameters; weight decay never applies to them.
+        depth_lr: the learning rate of the depth parameters (of matrices by `depth_rate`), without weight decay.
         muon: whether the matrices within layers are trained with Muon.
         monitors: what they measure is added to the log of every training loss.
     """
@@ -53,15 +54,18 @@ class DepthTrainer(Trainer):
             self.optimizer = make_muon(trained, decayed, weight_decay=self.args.weight_decay, **settings)
         optimizer = super().create_optimizer(model)
         if is_new:
-            depth = {
-                id(parameter): parameter
+            depth = [
+                parameter
                 for name, parameter in trained.named_parameters()
                 if is_depth_parameter(name) and parameter.requires_grad
-            }
+            ]
+            ids, by_rate = {id(parameter) for parameter in depth}, defaultdict(list)
             for group in optimizer.param_groups:
-                group["params"] = [parameter for parameter in group["params"] if id(parameter) not in depth]
-            if depth:
-                optimizer.add_param_group({"params": list(depth.values()), "lr": self.depth_lr, "weight_decay": 0.0})
+                group["params"] = [parameter for parameter in group["params"] if id(parameter) not in ids]
+            for parameter in depth:
+                by_rate[depth_rate(parameter, self.depth_lr)].append(parameter)
+            for rate, parameters in by_rate.items():
+                optimizer.add_param_group({"params": parameters, "lr": rate, "weight_decay": 0.0})
             optimizer.param_groups[:] = [group for group in optimizer.param_groups if group["params"]]
         return optimizer
 
@@ -138,6 +142,15 @@ class DepthTrainer(Trainer):
         if self.args.should_save:
             (path / COMPLETE).touch()
             rotate_checkpoints(self.args.output_dir, limit, self.state.best_model_checkpoint)
+
+
+def depth_rate(parameter: nn.Parameter, depth_lr: float) -> float:
+    """Return the learning rate of a depth parameter.
+
+    A matrix per site, `[S, D, R]`, makes each number of a query of R others, so the query moves R times as far as the
+    matrix does: at the rate of learned queries softmaxes are one-hot after a few steps. Its rate is divided by R.
+    """
+    return depth_lr / parameter.shape[-1] if parameter.dim() == 3 else depth_lr
 
 
 def row_losses(logits_BTV: torch.Tensor, labels_BT: torch.Tensor) -> torch.Tensor:

@@ -79,9 +79,11 @@ def train_plainly(model, rows_RT, steps=QUICK["max_steps"], factor=1.0, batch=QU
     groups = [
         {"params": decayed, "weight_decay": 0.1},
         {"params": rest, "weight_decay": 0},
-        {"params": depth, "weight_decay": 0, "lr": factor * rate},
     ]
-    optimizer = AdamW([group for group in groups if group["params"]], lr=rate)
+    for parameter in depth:  # a matrix that makes a query of R numbers moves it R times as far
+        inputs = parameter.shape[-1] if parameter.dim() == 3 else 1
+        groups.append({"params": [parameter], "weight_decay": 0, "lr": factor * rate / inputs})
+    optimizer = AdamW(groups, lr=rate)
     found = []
     for step in range(steps):
         loss = mean_loss(model, rows_RT[order[step * batch : (step + 1) * batch]])
@@ -109,14 +111,24 @@ def test_help_shows_an_example(capsys):
     assert "Example: python -m training pretrain --config demo/tiny" in " ".join(capsys.readouterr().out.split())
 
 
-@pytest.mark.parametrize("mode", ["none", "block", "full"])
-def test_the_losses_are_those_of_a_plain_loop(mode, save_config, text_file, tokenizer, tmp_path):
+@pytest.mark.parametrize(
+    ("mode", "fields"),
+    [
+        ("none", {}),
+        ("block", {}),
+        ("full", {}),
+        ("full", {"attn_res_query": "input"}),
+        ("block", {"attn_res_query": "input", "attn_res_query_rank": 4}),
+    ],
+)
+def test_the_losses_are_those_of_a_plain_loop(mode, fields, save_config, text_file, tokenizer, tmp_path):
     config, factor = save_config(), 3.0
-    flags = ["--mode", mode, "--depth-lr-factor", factor]
+    changed = [part for name, value in fields.items() for part in ("--set", f"{name}={value}")]
+    flags = ["--mode", mode, "--depth-lr-factor", factor, *changed]
     result = run(config, text_file, tmp_path / "out", *flags, weight_decay=0.1)
     rows_RT, held_out_RT = rows_of(text_file, tokenizer)
     assert result["rows"] == {"training": len(rows_RT), "held_out": len(held_out_RT)}
-    model = make_model(make_config(config, {"attn_res_mode": mode}), 42)
+    model = make_model(make_config(config, {"attn_res_mode": mode} | fields), 42)
     with torch.no_grad():
         before = mean_loss(model, held_out_RT).item()
     expected = train_plainly(model.train(), rows_RT, factor=factor)
