@@ -7,6 +7,7 @@ import typer
 
 from common.errors import command_line
 
+from .forms import measure_forms
 from .inference import measure_inference, measure_memory
 from .mechanism import measure_growth, measure_mechanism
 from .pipeline import Part, measure_pipeline
@@ -49,6 +50,17 @@ def mechanism(
 def growth(repeats: Turns = 5, output: Output = None) -> None:
     """Measure how the cost of depth attention grows with tokens, layers, blocks and width."""
     measure_growth(repeats, output)
+
+
+@app.command(epilog="Example: python -m benchmarks forms --rows 32 --output results/forms")
+def forms(
+    rows: Annotated[int, typer.Option(help="Rows of a batch.")] = 32,
+    tokens: Annotated[int, typer.Option(help="Length of a row, in tokens.")] = 128,
+    repeats: Turns = 5,
+    output: Output = None,
+) -> None:
+    """Measure a training step of the replication's small model with every form of depth attention."""
+    measure_forms(rows, tokens, repeats, output)
 
 
 @app.command(epilog="Example: python -m benchmarks inference --prefill 1024 --context 128 --compiled")

@@ -51,9 +51,9 @@ def compare(arm: dict[int, dict], baseline: dict[int, dict]) -> dict:
         "rate": one["rate"],
         "seeds": seeds,
         "loss": float(np.mean([run["loss"] for run in arm.values()])),
+        "by seed": differences.round(4).tolist(),
         "difference": float(differences.mean()) if seeds else None,
         "half of the interval": None if half is None else float(half),
-        "seconds per step": float(np.median([run["seconds"] / run["curve"][-1][0] for run in arm.values()])),
     }
 
 
@@ -68,13 +68,13 @@ def make_rates_table(by_rate: dict[str, dict[float, float]]) -> Table:
 
 def make_table(results: dict[str, dict]) -> Table:
     """Make a row per arm."""
-    table = Table("arm", "rate", "seeds", "loss", f"difference to {BASELINE}", "seconds per step")
+    table = Table("arm", "rate", "loss", f"difference to {BASELINE}", "by seed")
     for arm, result in results.items():
         half = result["half of the interval"]
         interval = "" if half is None else f" ± {half:.4f}"
         difference = "" if result["difference"] is None else f"{result['difference']:+.4f}{interval}"
-        seeds, loss = str(len(result["seeds"])), f"{result['loss']:.4f}"
-        table.add_row(arm, f"{result['rate']:g}", seeds, loss, difference, f"{result['seconds per step']:.2f}")
+        by_seed = " ".join(f"{one:+.3f}" for one in result["by seed"])
+        table.add_row(arm, f"{result['rate']:g}", f"{result['loss']:.4f}", difference, by_seed)
     return table
 
 
