@@ -7,7 +7,7 @@ traceback is left for faults of this project.
 import contextlib
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import typer
 from typer.core import TyperGroup
@@ -106,7 +106,23 @@ class _Commands(TyperGroup):
 
 
 def command_line(purpose: str) -> typer.Typer:
-    """Make a typer app whose commands end in one line and an exit status for what a user can cause."""
+    """Make a typer app whose commands end in one line and an exit status for what a user can cause.
+
+    With one command alone typer leaves this out; that is what `run_command` is for.
+    """
     return typer.Typer(
-        cls=_Commands, no_args_is_help=True, pretty_exceptions_enable=False, help=purpose, rich_markup_mode=None
+        cls=_Commands,
+        no_args_is_help=True,
+        add_completion=False,
+        pretty_exceptions_enable=False,
+        help=purpose,
+        rich_markup_mode=None,
     )
+
+
+def run_command(main: Callable[..., None], example: str) -> None:
+    """Run a module's function as its one command: `--help` says what it does and what it takes, with an example."""
+    app = command_line(main.__doc__)
+    app.command(epilog=f"Example: {example}")(main)
+    with one_line_errors():
+        app()

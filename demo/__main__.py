@@ -16,7 +16,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from common.errors import AnswerIsNo, command_line
+from common.errors import AnswerIsNo, run_command
 from conversion.port import Blocks, port_checkpoint
 from conversion.upcycle import upcycle_checkpoint
 from conversion.verify import TOLERANCE
@@ -64,10 +64,6 @@ def make_once(console: Console, target: Path, make: Callable) -> None:
         console.print(str(make()), markup=False, highlight=False)
 
 
-app = command_line(__doc__)
-
-
-@app.command(epilog="Example: python -m demo")
 def main() -> None:
     """Port the real SmolLM2-135M-Instruct and ask the original and its ports the same questions (2 GB, two minutes)."""
     # Get the original, port it, and upcycle it.
@@ -126,4 +122,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    app()
+    run_command(main, "python -m demo")

@@ -17,7 +17,10 @@ from transformers.utils import logging
 
 def main() -> None:
     """Ask every model every question, compare logits on a text, and write a JSON object by checkpoint."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(
+        description=__doc__,
+        epilog="Example: python demo/ask.py source port --questions '[\"Who?\"]' --text a.txt --output b",
+    )
     parser.add_argument("source", help="the base checkpoint")
     parser.add_argument("ports", nargs="+", help="checkpoints with Attention Residuals")
     parser.add_argument("--questions", required=True, help="a JSON list of questions")

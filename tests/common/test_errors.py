@@ -7,7 +7,7 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
-from common.errors import AnswerIsNo, UserError, command_line, describe, one_line, reading
+from common.errors import AnswerIsNo, UserError, command_line, describe, one_line, reading, run_command
 
 
 def command_that_raises(error: BaseException) -> typer.Typer:
@@ -38,6 +38,24 @@ def command_that_raises(error: BaseException) -> typer.Typer:
 def test_one_line_and_a_status(error, status, line):
     result = CliRunner().invoke(command_that_raises(error), ["fail"])
     assert (result.exit_code, result.output) == (status, line)
+
+
+@pytest.mark.parametrize(
+    ("argument", "status", "line"),
+    [("0", 0, ""), ("1", 1, "error: no: 1\n"), ("--help", 0, "Usage: \n  Say no.\n  Example: python -m no 1\n")],
+)
+def test_a_module_with_one_command(argument, status, line, monkeypatch, capsys):
+    def say_no(number: int) -> None:
+        """Say no."""
+        if number:
+            raise AnswerIsNo(f"no: {number}")
+
+    monkeypatch.setattr("sys.argv", ["no", argument])
+    with pytest.raises(SystemExit) as end:
+        run_command(say_no, "python -m no 1")
+    output, errors = capsys.readouterr()
+    assert end.value.code == status
+    assert errors == line or all(part in output for part in line.splitlines())
 
 
 def test_a_fault_of_ours_says_so_and_keeps_its_traceback():

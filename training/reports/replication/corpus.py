@@ -9,12 +9,12 @@ there is of each kind and the SHA-256 of the whole, which says whether two machi
 import gzip
 import hashlib
 import json
-import sys
 import sysconfig
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
+from common.errors import run_command
 from common.files import whole_file
 
 
@@ -47,7 +47,7 @@ def read(path: Path) -> str:
 
 
 def main(target: Path) -> None:
-    """Write the corpus; texts that are there twice count once."""
+    """Write real text of this machine to a JSON Lines file; texts that are there twice count once."""
     characters, seen, lines = Counter(), set(), []
     # by the hash of its path: kinds are mixed, and the held-out documents, every n-th, are of all of them
     files = sorted(find_texts(), key=lambda found: hashlib.sha256(str(found[1].name).encode()).hexdigest())
@@ -66,4 +66,4 @@ def main(target: Path) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    run_command(main, "python -m training.reports.replication.corpus results/replication/corpus.jsonl")

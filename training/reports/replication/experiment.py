@@ -7,14 +7,16 @@ Killed at any moment it goes on: what runs.jsonl beside this file records is not
 resumed. A record has the losses, the curve, the depth weights, and magnitudes and gradients by layer of one run.
 """
 
-import argparse
 import json
 from pathlib import Path
+from typing import Annotated
 
 import torch
+import typer
 import yaml
 from transformers import AutoModelForCausalLM
 
+from common.errors import run_command
 from training.__main__ import pretrain_options
 from training.depth import mean_depth_weights, site_statistics
 from training.diagnose import layer_curves
@@ -87,9 +89,8 @@ def measure_run(name: str, folder: Path) -> dict:
     return record
 
 
-if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--jobs", type=int, default=2, help="runs at a time")
+def main(jobs: Annotated[int, typer.Option(help="Runs at a time.")] = 2) -> None:
+    """Make the runs of experiment.yaml and record them in runs.jsonl, until there are none; it goes on after a stop."""
     options = pretrain_options()
     experiment = Experiment(
         HERE / "runs.jsonl",
@@ -99,4 +100,8 @@ if __name__ == "__main__":
         prepare=lambda given: prepare_run(*options.parse(given)),
         measure=measure_run,
     )
-    carry_out(experiment, parser.parse_args().jobs)
+    carry_out(experiment, jobs)
+
+
+if __name__ == "__main__":
+    run_command(main, "python -m training.reports.replication.experiment --jobs 2")

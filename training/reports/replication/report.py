@@ -15,6 +15,7 @@ from rich.console import Console
 from rich.table import Table
 from scipy import stats
 
+from common.errors import run_command
 from training.pictures import draw_by_layer, draw_depth_weights, draw_losses
 
 
@@ -92,7 +93,7 @@ def draw(chosen: dict[str, dict[int, dict]]) -> None:
 
 
 def main() -> None:
-    """Print the tables, and write results.json and pictures."""
+    """Compare the runs in runs.jsonl with the baseline: print tables, write results.json and pictures beside it."""
     records = [json.loads(line) for line in (HERE / "runs.jsonl").read_text().splitlines()]
     chosen = runs_at_best_rate(records)
     results = {arm: compare(runs, chosen[BASELINE]) for arm, runs in chosen.items()}
@@ -102,4 +103,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_command(main, "python -m training.reports.replication.report")

@@ -11,13 +11,13 @@ each.
 import hashlib
 import importlib.util
 import json
-import sys
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
 import yaml
 
+from common.errors import run_command
 from common.files import whole_file
 from training.reports.replication.corpus import find_texts, read
 
@@ -83,7 +83,7 @@ def find_unlike() -> list[dict]:
 
 
 def main(folder: Path) -> None:
-    """Write the files."""
+    """Write real text of this machine into a folder, in four files: what this module's docstring says."""
     documents = mix([("/".join(path.parts[-2:]), kind, read(path)) for kind, path in find_texts()])
     folder.mkdir(parents=True, exist_ok=True)
     for name, rows in (split_documents(documents) | {"unlike": find_unlike()}).items():
@@ -95,4 +95,4 @@ def main(folder: Path) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    run_command(main, "python -m training.reports.retrofit.corpus results/retrofit")

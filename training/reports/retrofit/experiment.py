@@ -8,17 +8,19 @@ resumed. A record has the losses of one run on every row: with the first seed on
 the others on those held out and on those unlike the training data.
 """
 
-import argparse
 import json
 from pathlib import Path
 from statistics import mean
+from typing import Annotated
 
 import torch
+import typer
 import yaml
 from torch.nn.functional import cross_entropy
 from tqdm import tqdm
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
+from common.errors import run_command
 from conversion.port import Blocks, Form, port_checkpoint
 from training.__main__ import finetune_options
 from training.adapter import is_of_standard_residuals, load_adapter, read_adapter
@@ -174,8 +176,11 @@ def record_source(experiment: Experiment) -> None:
         raise TrainingError(f"{experiment.records} is of another corpus than {WORK}. Move it away to start anew.")
 
 
-def main(jobs: int, most: int | None) -> None:
-    """Make runs, `jobs` at a time, until there are none, or `most` are made."""
+def main(
+    jobs: Annotated[int, typer.Option(help="Runs at a time.")] = 2,
+    most: Annotated[int | None, typer.Option(help="Stop after so many runs.")] = None,
+) -> None:
+    """Make the runs of experiment.yaml and record them in runs.jsonl, until there are none; it goes on after a stop."""
     port_source(read_experiment())
     parser = finetune_options()
     experiment = Experiment(
@@ -191,8 +196,4 @@ def main(jobs: int, most: int | None) -> None:
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--jobs", type=int, default=2, help="runs at a time")
-    parser.add_argument("--most", type=int, help="stop after so many runs")
-    arguments = parser.parse_args()
-    main(arguments.jobs, arguments.most)
+    run_command(main, "python -m training.reports.retrofit.experiment --jobs 2")

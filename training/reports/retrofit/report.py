@@ -11,6 +11,8 @@ from rich.console import Console
 from rich.table import Table
 from scipy import stats
 
+from common.errors import run_command
+
 from .experiment import PLAIN, SOURCE, read_experiment
 
 
@@ -79,7 +81,7 @@ def make_table(results: dict[str, dict]) -> Table:
 
 
 def main() -> None:
-    """Print the table, and write results.json."""
+    """Compare the runs in runs.jsonl with plain training: print a table, write results.json beside it."""
     records = [json.loads(line) for line in (HERE / "runs.jsonl").read_text().splitlines()]
     results = compare_all(records, read_experiment())
     Console(width=150).print(make_table(results))
@@ -91,4 +93,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_command(main, "python -m training.reports.retrofit.report")

@@ -3,7 +3,6 @@
 import contextlib
 import json
 import shutil
-import sys
 import tempfile
 from pathlib import Path
 from statistics import mean, stdev
@@ -11,6 +10,7 @@ from statistics import mean, stdev
 from rich.console import Console
 from rich.table import Table
 
+from common.errors import run_command
 from training.diagnose import diagnose_model
 
 
@@ -62,4 +62,4 @@ def main(work: Path) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    run_command(main, "python -m training.reports.smollm2.report WORK")
