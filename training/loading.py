@@ -54,7 +54,7 @@ def make_config(path: str | Path, fields: dict[str, object]) -> PreTrainedConfig
     """Make the config of a new model with Attention Residuals, that of a folder or hub id with other fields.
 
     Args:
-        path: of a model with Attention Residuals, or of a base family.
+        path: of a model with Attention Residuals, or of a base family: then a model begins as its baseline.
         fields: in place of those that it has. What they imply for others (such as the layers' types) is derived anew.
 
     Raises:
@@ -63,7 +63,8 @@ def make_config(path: str | Path, fields: dict[str, object]) -> PreTrainedConfig
     with reading(path):
         given, _ = PreTrainedConfig.get_config_dict(path)
         model_type = given.pop("model_type")
-        model_type = model_type if is_attnres_type(model_type) else TYPE_PREFIX + model_type
+        if not is_attnres_type(model_type):  # on, as where a base checkpoint is read
+            model_type, given = TYPE_PREFIX + model_type, {"attn_res_scale_norm_eps": True} | given
         known = AutoConfig.for_model(model_type, **given).to_dict()
     for name in fields.keys() - known.keys():
         near = difflib.get_close_matches(name, known, n=3)

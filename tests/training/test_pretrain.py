@@ -8,9 +8,10 @@ import pytest
 import torch
 from torch.nn.functional import cross_entropy
 from torch.optim import AdamW
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig
 
 from modeling_attnres import DepthAttention, is_depth_parameter
+from tests.conftest import ROOT
 from tests.families import BY_NAME
 from training import trainer
 from training.__main__ import pretrain_options
@@ -152,6 +153,26 @@ def test_a_seed_gives_the_baseline_the_same_weights(family, mode, save_config, m
     assert all(torch.equal(with_depth[name], value) for name, value in baseline.items())
     other = make_model(make_config(folder, {"attn_res_mode": "none"}), 4).state_dict()
     assert not torch.equal(other["lm_head.weight"], baseline["lm_head.weight"])
+
+
+@pytest.mark.parametrize("config", ["demo/tiny", "base"])
+@pytest.mark.parametrize("mode", ["block", "full"])
+def test_a_new_model_begins_as_its_baseline(config, mode, tmp_path, monkeypatch):
+    """Which takes norms whose eps is that of a mean; with the eps of a sum it is far from that."""
+    monkeypatch.chdir(ROOT)
+    if config == "base":
+        config = tmp_path / "base"
+        LlamaConfig(hidden_size=64, num_hidden_layers=16, num_attention_heads=4, vocab_size=99).save_pretrained(config)
+
+    def logits(**fields):
+        with torch.no_grad():
+            return make_model(make_config(config, fields), 0).eval()(ids_BT).logits
+
+    ids_BT = torch.arange(3, 43).view(2, 20)
+    expected = logits(attn_res_mode="none")
+    torch.testing.assert_close(logits(attn_res_mode=mode), expected, rtol=0, atol=1e-5 * expected.abs().max().item())
+    other = logits(attn_res_mode=mode, attn_res_scale_norm_eps=False)
+    assert (other - expected).abs().max() > 1e-2 * expected.abs().max()
 
 
 def test_accumulated_gradients_are_those_of_a_larger_batch(save_config, text_file, tmp_path):
