@@ -248,7 +248,7 @@ def test_a_config_of_a_base_family_becomes_one_with_attention_residuals(tokenize
     run(tmp_path / "base", text_file, tmp_path / "out", "--set", "attn_res_block_size=2", "rms_norm_eps=1e-3")
     config = AutoModelForCausalLM.from_pretrained(tmp_path / "out/model").config
     assert (config.model_type, config.attn_res_block_size, config.rms_norm_eps) == ("attnres_llama", 2, 1e-3)
-    assert not config.attn_res_scale_norm_eps
+    assert config.attn_res_scale_norm_eps
 
 
 @pytest.mark.parametrize("family", ["Mixtral", "Qwen3Moe", "DeepseekV3", "KimiLinear"])
