@@ -4,25 +4,21 @@ from functools import partial
 from pathlib import Path
 
 import torch
-import yaml
 from transformers import PreTrainedModel
-
-from training.loading import make_config
-from training.pretrain import Pretraining, make_model, read_fields
 
 from .measure import compare, report
 from .training import step
 
 
-EXPERIMENT = Path(__file__).parent.parent / "training" / "reports" / "replication" / "experiment.yaml"
-
-
 def make_arms() -> dict[str, PreTrainedModel]:
     """Make the model of each arm."""
-    experiment = yaml.safe_load(EXPERIMENT.read_text())
+    # What these import, data sets above all, would make every other benchmark start a second later
+    from training.loading import make_config
+    from training.pretrain import Pretraining, make_model, read_fields
+    from training.reports.replication.experiment import read_experiment
+
     models = {}
-    for arm, options in experiment["arms"].items():
-        options = experiment["options"] | options
+    for arm, options in read_experiment()["arms"].items():
         fields = read_fields(Pretraining(options["config"], [], mode=options["mode"], fields=options["set"]))
         models[arm] = make_model(make_config(options["config"], fields), seed=0).train()
     return models

@@ -34,5 +34,6 @@ def test_help_of_every_command_has_an_example(module, monkeypatch, capsys):
     assert bool(commands) == ("Commands:" in text)
     for arguments in [[command] for command in commands] or [[]]:
         text = " ".join(help_of(module, arguments, monkeypatch, capsys).split())
-        run = module.removesuffix(".__main__")
-        assert re.search(rf"Example: .*({re.escape(run)}|{run.replace('.', '/')}.py)", text)
+        run = " ".join(["python -m", module.removesuffix(".__main__"), *arguments])
+        script = f"python {module.replace('.', '/')}.py"
+        assert any(f"Example: {how}" in text for how in (run, script))

@@ -63,9 +63,11 @@ def make_config(path: str | Path, fields: dict[str, object]) -> PreTrainedConfig
     with reading(path):
         given, _ = PreTrainedConfig.get_config_dict(path)
         model_type = given.pop("model_type")
-        if not is_attnres_type(model_type):  # on, as where a base checkpoint is read
-            model_type, given = TYPE_PREFIX + model_type, {"attn_res_scale_norm_eps": True} | given
-        known = AutoConfig.for_model(model_type, **given).to_dict()
+        model_type = model_type if is_attnres_type(model_type) else TYPE_PREFIX + model_type
+        config = AutoConfig.for_model(model_type, **given)
+        given, _ = type(config).get_config_dict(path)  # which knows what goes with the config of a base family
+        del given["model_type"]
+        known = config.to_dict()
     for name in fields.keys() - known.keys():
         near = difflib.get_close_matches(name, known, n=3)
         raise TrainingError(f"--set {name}: no field of {path} ({model_type}). Near names: {', '.join(near)}.")

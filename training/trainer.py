@@ -54,15 +54,15 @@ class DepthTrainer(Trainer):
             self.optimizer = make_muon(trained, decayed, weight_decay=self.args.weight_decay, **settings)
         optimizer = super().create_optimizer(model)
         if is_new:
-            depth = [
-                parameter
+            depth = {
+                id(parameter): parameter
                 for name, parameter in trained.named_parameters()
                 if is_depth_parameter(name) and parameter.requires_grad
-            ]
-            ids, by_rate = {id(parameter) for parameter in depth}, defaultdict(list)
+            }
             for group in optimizer.param_groups:
-                group["params"] = [parameter for parameter in group["params"] if id(parameter) not in ids]
-            for parameter in depth:
+                group["params"] = [parameter for parameter in group["params"] if id(parameter) not in depth]
+            by_rate = defaultdict(list)
+            for parameter in depth.values():
                 by_rate[depth_rate(parameter, self.depth_lr)].append(parameter)
             for rate, parameters in by_rate.items():
                 optimizer.add_param_group({"params": parameters, "lr": rate, "weight_decay": 0.0})

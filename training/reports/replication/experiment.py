@@ -29,6 +29,13 @@ HERE = Path(__file__).parent
 PROBE_ROWS = 8  # held-out rows that depth weights and gradients are measured on
 
 
+def read_experiment() -> dict:
+    """Read experiment.yaml; each arm has all options of its runs but the rate and the seed."""
+    experiment = yaml.safe_load((HERE / "experiment.yaml").read_text())
+    experiment["arms"] = {arm: experiment["options"] | options for arm, options in experiment["arms"].items()}
+    return experiment
+
+
 def run_name(arm: str, rate: float, seed: int) -> str:
     return f"{arm.replace(', ', '-').replace(' ', '-')}_{rate:g}_{seed}"
 
@@ -46,7 +53,7 @@ def rates_to_try(arm: str, experiment: dict, records: dict[str, dict]) -> tuple[
 
 def plan_runs(records: dict[str, dict]) -> dict[str, dict]:
     """Return the options of the runs that can be made now, by name: an arm's other seeds wait for its best rate."""
-    experiment = yaml.safe_load((HERE / "experiment.yaml").read_text())
+    experiment = read_experiment()
     first, *others = experiment["seeds"]
     runs = {}
     for arm, options in experiment["arms"].items():
@@ -55,8 +62,7 @@ def plan_runs(records: dict[str, dict]) -> dict[str, dict]:
         if best is not None:
             wanted += [(best, seed) for seed in others]
         for rate, seed in wanted:
-            options_of_run = experiment["options"] | options | {"learning_rate": rate, "seed": seed}
-            runs[run_name(arm, rate, seed)] = options_of_run
+            runs[run_name(arm, rate, seed)] = options | {"learning_rate": rate, "seed": seed}
     return runs
 
 

@@ -83,7 +83,7 @@ def find_unlike() -> list[dict]:
 
 
 def main(folder: Path) -> None:
-    """Write real text of this machine into a folder, in four files: what this module's docstring says."""
+    """Write real text of this machine into a folder: to train on, to choose rates by, held out, and unlike all that."""
     documents = mix([("/".join(path.parts[-2:]), kind, read(path)) for kind, path in find_texts()])
     folder.mkdir(parents=True, exist_ok=True)
     for name, rows in (split_documents(documents) | {"unlike": find_unlike()}).items():
