@@ -2,9 +2,12 @@
 
 import json
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+
+import numpy as np
+from scipy import stats
 
 from .finetune import ADAPTER
 from .pretrain import MODEL
@@ -45,6 +48,13 @@ class Experiment:
         """Return the options of the runs that can be made now and are not recorded, by name."""
         records = self.read_records()
         return {name: options for name, options in self.plan(records).items() if name not in records}
+
+
+def paired_interval(differences: Sequence[float] | np.ndarray) -> tuple[float, float | None]:
+    """Return the mean of paired differences and half of its 95 % interval by Student's t; one pair has no interval."""
+    count = len(differences)
+    half = float(stats.t.ppf(0.975, count - 1) * stats.sem(differences)) if count > 1 else None
+    return float(np.mean(differences)), half
 
 
 def carry_out(experiment: Experiment, jobs: int, most: int | None = None) -> None:

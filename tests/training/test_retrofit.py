@@ -84,7 +84,7 @@ def test_the_report_pairs_seeds_and_rows():
 def test_rows_are_of_documents_that_are_not_trained_on():
     texts = [(f"{kind}/{i}", kind, f"{kind}{i} " * 300) for kind in ("a", "b") for i in range(130)]
     parts = split_documents(mix([*texts, *texts]))
-    assert {name: len(rows) for name, rows in parts.items()} == {"train": 20, "choosing": 80, "held_out": 160}
+    assert {name: len(rows) for name, rows in parts.items()} == {"train": 60, "choosing": 40, "held_out": 160}
     rows = [row["text"] for part in ("choosing", "held_out") for row in parts[part]]
     middles = {middle_of(row["text"]) for row in parts["train"]}
     assert all(len(row) == ROW for row in rows)

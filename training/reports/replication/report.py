@@ -13,9 +13,9 @@ from pathlib import Path
 import numpy as np
 from rich.console import Console
 from rich.table import Table
-from scipy import stats
 
 from common.errors import run_command
+from training.experiment import paired_interval
 from training.pictures import draw_by_layer, draw_depth_weights, draw_losses
 
 
@@ -43,18 +43,18 @@ def runs_at_best_rate(records: list[dict]) -> dict[str, dict[int, dict]]:
 
 
 def compare(arm: dict[int, dict], baseline: dict[int, dict]) -> dict:
-    """Compare an arm with the baseline, paired by seed; the interval of 95 % is by Student's t."""
+    """Compare an arm with the baseline, paired by seed."""
     seeds = sorted(arm.keys() & baseline.keys())
-    differences = np.array([arm[seed]["loss"] - baseline[seed]["loss"] for seed in seeds])
-    half = stats.t.ppf(0.975, len(seeds) - 1) * stats.sem(differences) if len(seeds) > 1 else None
+    differences = [arm[seed]["loss"] - baseline[seed]["loss"] for seed in seeds]
+    mean, half = paired_interval(differences) if seeds else (None, None)
     one = next(iter(arm.values()))
     return {
         "rate": one["rate"],
         "seeds": seeds,
         "loss": float(np.mean([run["loss"] for run in arm.values()])),
-        "by seed": differences.round(4).tolist(),
-        "difference": float(differences.mean()) if seeds else None,
-        "half of the interval": None if half is None else float(half),
+        "by seed": np.round(differences, 4).tolist(),
+        "difference": mean,
+        "half of the interval": half,
     }
 
 

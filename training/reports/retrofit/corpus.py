@@ -22,7 +22,7 @@ from common.files import whole_file
 from training.reports.replication.corpus import find_texts, read
 
 
-CHOOSING, HELD_OUT, UNLIKE = 40, 80, 40  # rows of each kind
+CHOOSING, HELD_OUT, UNLIKE = 20, 80, 40  # rows of each kind
 ROW = 600  # characters of a row
 TRAIN, LARGEST = 700_000, 20_000  # characters of each kind to train on, and of one document
 

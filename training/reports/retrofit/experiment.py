@@ -103,12 +103,12 @@ def plan_runs(records: dict[str, dict]) -> dict[str, dict]:
 
 
 def row_losses(model: PreTrainedModel, rows: list[str]) -> list[float]:
-    """Compute the mean loss of the tokens of each row, alone."""
+    """Compute the mean loss of the tokens of each row, alone, in bf16, which takes half as long."""
     tokenizer, losses = AutoTokenizer.from_pretrained(read_experiment()["source"]), []
-    with torch.no_grad():
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
         for text in tqdm(rows, desc="rows"):
             ids = torch.tensor([tokenizer(text)["input_ids"][:LENGTH]])
-            logits = model(input_ids=ids, use_cache=False).logits
+            logits = model(input_ids=ids, use_cache=False).logits.float()
             losses.append(round(cross_entropy(logits[0, :-1], ids[0, 1:]).item(), 5))
     return losses
 

@@ -9,21 +9,15 @@ from pathlib import Path
 import numpy as np
 from rich.console import Console
 from rich.table import Table
-from scipy import stats
 
 from common.errors import run_command
+from training.experiment import paired_interval
 
 from .experiment import PLAIN, SOURCE, read_experiment
 
 
 HERE = Path(__file__).parent
 PARTS = {"held_out": "held out", "unlike": "unlike the training data"}
-
-
-def interval(differences: np.ndarray) -> tuple[float, float]:
-    """Return the mean of paired differences, and half of its 95 % interval by Student's t."""
-    half = stats.t.ppf(0.975, len(differences) - 1) * stats.sem(differences) if len(differences) > 1 else np.nan
-    return float(differences.mean()), float(half)
 
 
 def compare(arm: dict[int, dict], plain: dict[int, dict], part: str) -> dict:
@@ -35,8 +29,8 @@ def compare(arm: dict[int, dict], plain: dict[int, dict], part: str) -> dict:
         "loss": float(with_depth.mean()),
         "plain": float(without.mean()),
         "by seed": differences.mean(1).round(5).tolist(),
-        "over seeds": interval(differences.mean(1)),
-        "over rows": interval(differences.mean(0)),
+        "over seeds": paired_interval(differences.mean(1)),
+        "over rows": paired_interval(differences.mean(0)),
     }
 
 
@@ -69,7 +63,7 @@ def make_table(results: dict[str, dict]) -> Table:
     )
     for name, result in results.items():
         differences = [
-            f"{mean:+.4f} ± {half:.4f}"
+            f"{mean:+.4f}" + ("" if half is None else f" ± {half:.4f}")
             for part in PARTS
             for mean, half in (result[part]["over seeds"], result[part]["over rows"])
         ]
