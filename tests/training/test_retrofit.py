@@ -2,11 +2,15 @@
 
 import numpy as np
 import pytest
+import torch
 from scipy import stats
+from transformers import AutoModelForCausalLM
 
 from training.reports.retrofit.corpus import ROW, middle_of, mix, split_documents
-from training.reports.retrofit.experiment import plan_runs, read_experiment, run_name
+from training.reports.retrofit.experiment import LENGTH, plan_runs, read_experiment, row_losses, run_name
 from training.reports.retrofit.report import compare_all
+
+from .conftest import words
 
 
 def record_of(name, options, loss, experiment):
@@ -89,3 +93,16 @@ def test_rows_are_of_documents_that_are_not_trained_on():
     middles = {middle_of(row["text"]) for row in parts["train"]}
     assert all(len(row) == ROW for row in rows)
     assert len(middles & set(rows)) == 0
+
+
+def test_rows_are_measured_as_if_each_were_alone(save_model, tokenizer):
+    model = AutoModelForCausalLM.from_pretrained(save_model("Llama")).eval()
+    rows = [words(count, seed) for seed, count in enumerate([40, 3, 17, LENGTH + 9, 2, 5, 30, 11, 8, 23])]
+    expected = []
+    for text in rows:
+        ids = tokenizer(text, return_tensors="pt")["input_ids"][:, :LENGTH]
+        with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+            log_probabilities = model(ids).logits[0, :-1].double().log_softmax(-1)
+        expected.append(-log_probabilities.gather(1, ids[0, 1:, None]).mean().item())
+    assert row_losses(model, tokenizer, rows) == pytest.approx(expected, abs=0.01)  # bf16
+    assert np.ptp(expected) > 0.1
