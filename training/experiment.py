@@ -9,9 +9,16 @@ from pathlib import Path
 import numpy as np
 from scipy import stats
 
+from common.files import whole_file
+
+from .checkpoints import hash_file
 from .finetune import ADAPTER
+from .loading import TrainingError
 from .pretrain import MODEL
 from .sweep import Sweep, run_sweep
+
+
+MADE_OF = "made of"  # the name of the first record
 
 
 @dataclass(frozen=True)
@@ -19,9 +26,11 @@ class Experiment:
     """Runs, and where they are recorded.
 
     Args:
-        records: the JSON Lines file that a record of every run is added to.
+        records: the JSON Lines file that a record of every run is added to, after one of what all are made of.
         runs: the folder in which runs are made.
         command: what makes one: `PRETRAIN` or `FINETUNE`.
+        data: the files that runs are made of.
+        options: those that all runs have.
         plan: returns, from the records by name, the options by name of the runs that can be made now.
         prepare: refuses a run's options, before any starts.
         measure: returns the record of a finished run, from its name and its folder.
@@ -30,24 +39,55 @@ class Experiment:
     records: Path
     runs: Path
     command: tuple[str, ...]
+    data: Sequence[Path]
+    options: dict[str, object]
     plan: Callable[[dict[str, dict]], dict[str, dict]]
     prepare: Callable[[list[str]], object]
     measure: Callable[[str, Path], dict]
 
-    def read_records(self) -> dict[str, dict]:
-        """Read what is done, by name."""
-        lines = self.records.read_text().splitlines() if self.records.exists() else []
-        return {record["name"]: record for record in map(json.loads, lines)}
-
     def add_record(self, record: dict) -> None:
-        """Add a record to the file."""
-        with self.records.open("a") as file:
-            file.write(json.dumps(record) + "\n")
+        """Add a record to the file, which is whole at any moment."""
+        before = self.records.read_text() if self.records.exists() else ""
+        with whole_file(self.records) as file:
+            file.write_text(before + json.dumps(record) + "\n")
+
+    def hold_to_records(self) -> None:
+        """Record what the runs are made of, or see that it is what records were made of.
+
+        Raises:
+            UserError: data cannot be read, or what is recorded was made of other data or options.
+        """
+        data = {path.name: hash_file(path) for path in self.data}
+        found = json.loads(json.dumps({"data": data, "options": self.options}))
+        recorded = read_records(self.records, MADE_OF).get(MADE_OF)
+        if recorded is None:
+            self.add_record({"name": MADE_OF} | found)
+            return
+        for kind, values in found.items():
+            for name in sorted(values.keys() | recorded[kind].keys()):
+                before, now = (str(of.get(name))[:80] for of in (recorded[kind], values))
+                if before != now:
+                    raise TrainingError(
+                        f"{self.records}: its runs were made with another {name}: {before}, not {now}. Move it away to "
+                        "start anew."
+                    )
 
     def planned(self) -> dict[str, dict]:
         """Return the options of the runs that can be made now and are not recorded, by name."""
-        records = self.read_records()
+        records = read_records(self.records)
         return {name: options for name, options in self.plan(records).items() if name not in records}
+
+    def record_run(self, name: str) -> None:
+        """Measure a finished run, record it and remove it."""
+        self.add_record({"name": name} | self.measure(name, self.runs / name))
+        shutil.rmtree(self.runs / name)
+
+
+def read_records(path: Path, *others: str) -> dict[str, dict]:
+    """Read the records of runs by name, and of `others`."""
+    lines = path.read_text().splitlines() if path.exists() else []
+    records = {record["name"]: record for record in map(json.loads, lines)}
+    return {name: record for name, record in records.items() if name != MADE_OF or name in others}
 
 
 def paired_interval(differences: Sequence[float] | np.ndarray) -> tuple[float, float | None]:
@@ -66,15 +106,14 @@ def carry_out(experiment: Experiment, jobs: int, most: int | None = None) -> Non
         most: stop after so many.
 
     Raises:
-        UserError: as `run_sweep`.
+        UserError: as `run_sweep`, and where what is recorded was made of something else.
+        AnswerIsNo: some runs failed; the others that could be made then are recorded.
     """
+    experiment.hold_to_records()
     made = 0
     while (runs := experiment.planned()) and (most is None or made < most):
-        names = list(runs)[: jobs if most is None else min(jobs, most - made)]
-        print(f"{len(runs)} runs can be made; now {', '.join(names)}", flush=True)
+        names = list(runs)[: None if most is None else most - made]
+        print(f"{len(runs)} runs can be made: {', '.join(runs)}", flush=True)
         sweep = Sweep(experiment.runs, {name: runs[name] for name in names}, last=(MODEL, ADAPTER))
-        run_sweep(sweep, jobs, experiment.prepare, experiment.command)
-        for name in names:
-            experiment.add_record({"name": name} | experiment.measure(name, experiment.runs / name))
-            shutil.rmtree(experiment.runs / name)
+        run_sweep(sweep, jobs, experiment.prepare, experiment.command, experiment.record_run)
         made += len(names)

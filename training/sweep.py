@@ -110,7 +110,11 @@ def expand_grid(options: dict[str, object], grid: dict[str, list | dict[str, dic
 
 
 def run_sweep(
-    sweep: Sweep, jobs: int, prepare: Callable[[list[str]], object], command: tuple[str, ...] = PRETRAIN
+    sweep: Sweep,
+    jobs: int,
+    prepare: Callable[[list[str]], object],
+    command: tuple[str, ...] = PRETRAIN,
+    finished: Callable[[str], object] = lambda name: None,
 ) -> None:
     """Run what is not finished, `jobs` at a time, each with its share of the cores.
 
@@ -121,6 +125,7 @@ def run_sweep(
         jobs: how many at a time.
         prepare: called with the options of each run that is not finished, before any starts, to refuse them.
         command: what makes a run.
+        finished: called with the name of each run as it is finished, or is found to be.
 
     Raises:
         UserError: another sweep works in the folder, a run was begun with other options, or has wrong ones.
@@ -135,7 +140,7 @@ def run_sweep(
                     prepare(sweep.command_line(name))
                 except UserError as error:
                     raise TrainingError(f"run {name}: {error}") from error
-        failed = run_all(sweep, jobs, command)
+        failed = run_all(sweep, jobs, command, finished)
     if failed:
         name, status = next(iter(failed.items()))
         *_, last = ["nothing", *filter(str.strip, sweep.log(name).read_text(errors="replace").splitlines())]
@@ -144,7 +149,7 @@ def run_sweep(
     print(f"{sweep.output}: {len(sweep.runs)} runs are finished")
 
 
-def run_all(sweep: Sweep, jobs: int, command: tuple[str, ...]) -> dict[str, int]:
+def run_all(sweep: Sweep, jobs: int, command: tuple[str, ...], finished: Callable[[str], object]) -> dict[str, int]:
     """Run what is not finished; returns the exit status of what failed."""
     waiting, running, failed = list(sweep.runs), {}, {}
     try:
@@ -154,6 +159,7 @@ def run_all(sweep: Sweep, jobs: int, command: tuple[str, ...]) -> dict[str, int]
                 for name in list(waiting):
                     if sweep.is_finished(name):
                         waiting.remove(name)
+                        finished(name)
                         bar.update()
                     elif len(running) < jobs and (process := start_run(sweep, name, jobs, command)) is not None:
                         waiting.remove(name)
@@ -162,7 +168,9 @@ def run_all(sweep: Sweep, jobs: int, command: tuple[str, ...]) -> dict[str, int]
                 # See what has ended
                 for name in [name for name, process in running.items() if process.poll() is not None]:
                     status = running.pop(name).returncode
-                    if not sweep.is_finished(name):
+                    if sweep.is_finished(name):
+                        finished(name)
+                    else:
                         failed[name] = status
                     bar.update()
     finally:

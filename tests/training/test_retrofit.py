@@ -63,13 +63,18 @@ def test_the_report_pairs_seeds_and_rows():
     base = generator.normal(3, 0.5, (4, 6))
     plain = {seed: base[seed] for seed in (1, 2, 3)}
     arm = {seed: base[seed] - 0.1 + generator.normal(0, 0.02, 6) for seed in (3, 1, 2)}
-    records = [{"name": "source", "rows": {part: base[0].tolist() for part in ("choosing", "held_out", "unlike")}}]
-    for name, of_seeds in (("full_plain_3e-05_0", plain), ("full_add-1_3e-05_10", arm), ("none_add-1_0.0001_1", arm)):
+    records = {"source": {"rows": {part: base[0].tolist() for part in ("choosing", "held_out", "unlike")}}}
+    for name, of_seeds in (
+        ("full_plain_3e-05_0", plain),
+        ("full_add-1_3e-05_10", arm),
+        ("none_add-1_0.0001_1", arm),
+        ("lora_add-1_1e-4_1", arm),
+    ):
         for seed, rows in of_seeds.items():
-            records.append(record_of(f"{name}_{seed}", {}, 0, experiment))
-            records[-1]["rows"] = {"held_out": rows.tolist(), "unlike": (rows + seed).tolist()}
+            record = records[f"{name}_{seed}"] = record_of(f"{name}_{seed}", {}, 0, experiment)
+            record["rows"] = {"held_out": rows.tolist(), "unlike": (rows + seed).tolist()}
     results = compare_all(records, experiment)
-    assert results.keys() == {"full, add-1", "none, add-1"}
+    assert results.keys() == {"full, add-1", "none, add-1"}  # with LoRA there is nothing to compare with yet
     found = results["full, add-1"]
     assert found["depth rate"] == pytest.approx(3e-4)
     for part in ("held_out", "unlike"):

@@ -95,15 +95,17 @@ def measure_run(name: str, folder: Path) -> dict:
     return record
 
 
-def main(jobs: Annotated[int, typer.Option(help="Runs at a time.")] = 2) -> None:
+def main(jobs: Annotated[int, typer.Option(min=1, help="Runs at a time.")] = 2) -> None:
     """Make the runs of experiment.yaml and record them in runs.jsonl, until there are none; it goes on after a stop."""
-    options = pretrain_options()
+    parser, options = pretrain_options(), read_experiment()["options"]
     experiment = Experiment(
         HERE / "runs.jsonl",
         Path("results/replication/runs"),
         command=PRETRAIN,
+        data=[Path(path) for path in options["data"]],
+        options=options,
         plan=plan_runs,
-        prepare=lambda given: prepare_run(*options.parse(given)),
+        prepare=lambda given: prepare_run(*parser.parse(given)),
         measure=measure_run,
     )
     carry_out(experiment, jobs)

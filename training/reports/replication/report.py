@@ -7,7 +7,6 @@ it, curves, magnitudes and gradients by layer, and the depth weights of one run 
 """
 
 import json
-from collections import defaultdict
 from pathlib import Path
 
 import numpy as np
@@ -15,43 +14,45 @@ from rich.console import Console
 from rich.table import Table
 
 from common.errors import run_command
-from training.experiment import paired_interval
+from training.experiment import paired_interval, read_records
 from training.pictures import draw_by_layer, draw_depth_weights, draw_losses
+
+from .experiment import rates_to_try, read_experiment, run_name
 
 
 HERE = Path(__file__).parent
 BASELINE = "none"
 
 
-def losses_by_rate(records: list[dict]) -> dict[str, dict[float, float]]:
-    """Return what each arm came to with the first seed, at each rate."""
-    first = min(record["seed"] for record in records)
-    arms = defaultdict(dict)
-    for record in records:
-        if record["seed"] == first:
-            arms[record["arm"]][record["rate"]] = record["loss"]
+def losses_by_rate(records: dict[str, dict], seed: int) -> dict[str, dict[float, float]]:
+    """Return what each arm came to with a seed, at each rate; and runs of arms that were given up."""
+    arms = {}
+    for record in records.values():
+        if record["seed"] == seed:
+            arms.setdefault(record["arm"], {})[record["rate"]] = record["loss"]
     return arms
 
 
-def runs_at_best_rate(records: list[dict]) -> dict[str, dict[int, dict]]:
-    """Return each arm's runs by seed, at the rate that was best with the first seed."""
-    best = {arm: min(losses, key=losses.get) for arm, losses in losses_by_rate(records).items()}
-    return {
-        arm: {run["seed"]: run for run in records if run["arm"] == arm and run["rate"] == rate}
-        for arm, rate in best.items()
-    }
+def runs_at_best_rate(records: dict[str, dict], experiment: dict) -> dict[str, dict[int, dict]]:
+    """Return by seed the runs of each arm whose best rate is known, at that rate."""
+    chosen = {}
+    for arm in experiment["arms"]:
+        _, best = rates_to_try(arm, experiment, records)
+        if best is not None:
+            names = {seed: run_name(arm, best, seed) for seed in experiment["seeds"]}
+            chosen[arm] = {seed: records[name] for seed, name in names.items() if name in records}
+    return chosen
 
 
 def compare(arm: dict[int, dict], baseline: dict[int, dict]) -> dict:
     """Compare an arm with the baseline, paired by seed."""
     seeds = sorted(arm.keys() & baseline.keys())
     differences = [arm[seed]["loss"] - baseline[seed]["loss"] for seed in seeds]
-    mean, half = paired_interval(differences) if seeds else (None, None)
-    one = next(iter(arm.values()))
+    mean, half = paired_interval(differences)
     return {
-        "rate": one["rate"],
+        "rate": arm[seeds[0]]["rate"],
         "seeds": seeds,
-        "loss": float(np.mean([run["loss"] for run in arm.values()])),
+        "loss": float(np.mean([arm[seed]["loss"] for seed in seeds])),
         "by seed": np.round(differences, 4).tolist(),
         "difference": mean,
         "half of the interval": half,
@@ -73,7 +74,7 @@ def make_table(results: dict[str, dict]) -> Table:
     for arm, result in results.items():
         half = result["half of the interval"]
         interval = "" if half is None else f" ± {half:.4f}"
-        difference = "" if result["difference"] is None else f"{result['difference']:+.4f}{interval}"
+        difference = f"{result['difference']:+.4f}{interval}"
         by_seed = " ".join(f"{one:+.3f}" for one in result["by seed"])
         table.add_row(arm, f"{result['rate']:g}", f"{result['loss']:.4f}", difference, by_seed)
     return table
@@ -94,10 +95,10 @@ def draw(chosen: dict[str, dict[int, dict]]) -> None:
 
 def main() -> None:
     """Compare the runs in runs.jsonl with the baseline: print tables, write results.json and pictures beside it."""
-    records = [json.loads(line) for line in (HERE / "runs.jsonl").read_text().splitlines()]
-    chosen = runs_at_best_rate(records)
+    records, experiment = read_records(HERE / "runs.jsonl"), read_experiment()
+    chosen = runs_at_best_rate(records, experiment)
     results = {arm: compare(runs, chosen[BASELINE]) for arm, runs in chosen.items()}
-    Console(width=120).print(make_rates_table(losses_by_rate(records)), make_table(results))
+    Console(width=120).print(make_rates_table(losses_by_rate(records, experiment["seeds"][0])), make_table(results))
     (HERE / "results.json").write_text(json.dumps(results, indent=1) + "\n")
     draw(chosen)
 

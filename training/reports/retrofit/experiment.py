@@ -9,6 +9,7 @@ the others on those held out and on those unlike the training data.
 """
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from statistics import mean
 from typing import Annotated
@@ -25,16 +26,16 @@ from common.errors import run_command
 from conversion.port import Blocks, Form, port_checkpoint
 from training.__main__ import finetune_options
 from training.adapter import is_of_standard_residuals, load_adapter, read_adapter
-from training.checkpoints import hash_file
-from training.experiment import Experiment, carry_out
+from training.experiment import Experiment, carry_out, read_records
 from training.finetune import ADAPTER, check_arguments
-from training.loading import TrainingError, load_attnres_config, load_weights
+from training.loading import load_attnres_config, load_weights
 from training.pretrain import MODEL
 from training.sweep import FINETUNE
 
 
 HERE, WORK = Path(__file__).parent, Path("results/retrofit")
 PLAIN, SOURCE = "plain", "source"
+PARTS = CHOOSING, HELD_OUT, UNLIKE = "choosing", "held_out", "unlike"  # rows that losses are measured on
 LENGTH = 256  # tokens of a row, at most
 ROWS = 8  # measured at once
 
@@ -49,7 +50,7 @@ def run_name(trained: str, form: str, rate: float, factor: float, seed: int) -> 
 
 
 def loss_to_choose_by(record: dict) -> float:
-    return mean(record["rows"]["choosing"])
+    return mean(record["rows"][CHOOSING])
 
 
 def best_of(names: dict[float, str], records: dict[str, dict]) -> float | None:
@@ -94,13 +95,13 @@ def plan_runs(records: dict[str, dict]) -> dict[str, dict]:
         has_plain = settings["lora"] != "none"
         for rate in settings["rates"] if has_plain else ():
             plan(trained, PLAIN, rate, 0, first)
+        for seed in others if has_plain and base is not None else ():
+            plan(trained, PLAIN, base, 0, seed)
         for form, factor in factors.items():
             for one in experiment["depth_rates"]:
                 plan(trained, form, base, one, first)
             for seed in others if factor is not None else ():
                 plan(trained, form, base, factor, seed)
-        for seed in others if has_plain and base is not None else ():
-            plan(trained, PLAIN, base, 0, seed)
     return runs
 
 
@@ -121,7 +122,7 @@ def row_losses(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, rows:
     return [losses[row] for row in range(len(rows))]
 
 
-def measure_parts(model: PreTrainedModel, parts: list[str]) -> dict[str, list[float]]:
+def measure_parts(model: PreTrainedModel, parts: Sequence[str]) -> dict[str, list[float]]:
     """Compute the losses of the rows of each part of the corpus."""
     tokenizer = AutoTokenizer.from_pretrained(read_experiment()["source"])
     lines = {part: (WORK / f"{part}.jsonl").read_text().splitlines() for part in parts}
@@ -157,7 +158,7 @@ def measure_run(name: str, folder: Path) -> dict:
         "seconds": round(next(entry["train_runtime"] for entry in log if "train_runtime" in entry)),
         "curve": [[entry["step"], round(entry["loss"], 4)] for entry in entries],
         "depth": {key: round(value, 5) for key, value in entries[-1].items() if key.startswith("depth/")},
-        "rows": measure_parts(load_trained(folder), ["choosing"] if chooses else ["held_out", "unlike"]),
+        "rows": measure_parts(load_trained(folder), [CHOOSING] if chooses else [HELD_OUT, UNLIKE]),
     }
 
 
@@ -171,36 +172,30 @@ def port_source(experiment: dict) -> None:
 
 
 def record_source(experiment: Experiment) -> None:
-    """Record the losses of the source itself, and the corpus that all runs are of.
-
-    Raises:
-        TrainingError: what is recorded is of another corpus.
-    """
-    records = experiment.read_records()
-    corpus = {path.stem: hash_file(path) for path in sorted(WORK.glob("*.jsonl"))}
-    if SOURCE not in records:
+    """Record the losses of the source itself."""
+    if SOURCE not in read_records(experiment.records):
         source = AutoModelForCausalLM.from_pretrained(read_experiment()["source"]).eval()
-        rows = measure_parts(source, ["choosing", "held_out", "unlike"])
-        experiment.add_record({"name": SOURCE, "corpus": corpus, "rows": rows})
-    elif records[SOURCE]["corpus"] != corpus:
-        raise TrainingError(f"{experiment.records} is of another corpus than {WORK}. Move it away to start anew.")
+        experiment.add_record({"name": SOURCE, "rows": measure_parts(source, PARTS)})
 
 
 def main(
-    jobs: Annotated[int, typer.Option(help="Runs at a time.")] = 2,
-    most: Annotated[int | None, typer.Option(help="Stop after so many runs.")] = None,
+    jobs: Annotated[int, typer.Option(min=1, help="Runs at a time.")] = 2,
+    most: Annotated[int | None, typer.Option(min=0, help="Stop after so many runs.")] = None,
 ) -> None:
     """Make the runs of experiment.yaml and record them in runs.jsonl, until there are none; it goes on after a stop."""
-    port_source(read_experiment())
-    parser = finetune_options()
+    settings, parser = read_experiment(), finetune_options()
     experiment = Experiment(
         HERE / "runs.jsonl",
         WORK / "runs",
         command=FINETUNE,
+        data=[WORK / f"{part}.jsonl" for part in ("train", *PARTS)],
+        options=settings["options"],
         plan=plan_runs,
         prepare=lambda given: check_arguments(*parser.parse(given)),
         measure=measure_run,
     )
+    experiment.hold_to_records()
+    port_source(settings)
     record_source(experiment)
     carry_out(experiment, jobs, most)
 

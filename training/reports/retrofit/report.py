@@ -11,13 +11,13 @@ from rich.console import Console
 from rich.table import Table
 
 from common.errors import run_command
-from training.experiment import paired_interval
+from training.experiment import paired_interval, read_records
 
-from .experiment import PLAIN, SOURCE, read_experiment
+from .experiment import HELD_OUT, PLAIN, SOURCE, UNLIKE, read_experiment
 
 
 HERE = Path(__file__).parent
-PARTS = {"held_out": "held out", "unlike": "unlike the training data"}
+PARTS = {HELD_OUT: "held out", UNLIKE: "unlike the training data"}
 
 
 def compare(arm: dict[int, dict], plain: dict[int, dict], part: str) -> dict:
@@ -34,18 +34,19 @@ def compare(arm: dict[int, dict], plain: dict[int, dict], part: str) -> dict:
     }
 
 
-def compare_all(records: list[dict], experiment: dict) -> dict[str, dict]:
+def compare_all(records: dict[str, dict], experiment: dict) -> dict[str, dict]:
     """Compare every arm that has runs to be compared; where depth alone is trained, plain is the source itself."""
-    (source,) = [record["rows"] for record in records if record["name"] == SOURCE]
     results = {}
-    for trained in experiment["trained"]:
+    for trained, settings in experiment["trained"].items():
         of_forms = {form: {} for form in (PLAIN, *experiment["forms"])}
         rates = {}
-        for record in records:
-            if record["name"] != SOURCE and record["trained"] == trained and "held_out" in record["rows"]:
+        for name, record in records.items():
+            if name != SOURCE and record["trained"] == trained and HELD_OUT in record["rows"]:
                 of_forms[record["form"]][record["seed"]] = record["rows"]
                 rates[record["form"]] = {"rate": record["rate"], "depth rate": record["rate"] * record["factor"]}
-        plain = of_forms.pop(PLAIN) or dict.fromkeys(experiment["seeds"], source)
+        plain = of_forms.pop(PLAIN)
+        if settings["lora"] == "none":
+            plain = dict.fromkeys(experiment["seeds"], records[SOURCE]["rows"])
         for form, arm in of_forms.items():
             if arm.keys() & plain.keys():
                 results[f"{trained}, {form}"] = rates[form] | {part: compare(arm, plain, part) for part in PARTS}
@@ -76,12 +77,11 @@ def make_table(results: dict[str, dict]) -> Table:
 
 def main() -> None:
     """Compare the runs in runs.jsonl with plain training: print a table, write results.json beside it."""
-    records = [json.loads(line) for line in (HERE / "runs.jsonl").read_text().splitlines()]
-    results = compare_all(records, read_experiment())
+    results = compare_all(read_records(HERE / "runs.jsonl"), read_experiment())
     Console(width=150).print(make_table(results))
     print(
-        f"{len(results)} arms against plain training; ±: half of a 95 % interval. By chance alone one of "
-        f"20 intervals leaves zero out: for all {len(results)} together ask for p < {0.05 / max(1, len(results)):.4f}."
+        f"{len(results)} arms against plain training; ±: half of a 95 % interval, of which by chance alone one in 20 "
+        f"leaves zero out. There are {4 * len(results)} here."
     )
     (HERE / "results.json").write_text(json.dumps(results, indent=1) + "\n")
 
