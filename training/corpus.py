@@ -30,10 +30,10 @@ from .data import DataError, json_lines, text_of, tokenise_texts
 from .loading import load_tokenizer
 
 
-PIECE = 2**18  # characters; a longer text counts as several documents
+PIECE = 2**18  # characters; a text of more than two pieces counts as several documents
 BATCH = 2**19  # characters that are tokenised at once
 SHARD = 2**24  # tokens
-TOKENIZER_TEXT = 2**24  # characters, at most, that a tokenizer is trained on
+TOKENIZER_TEXT = 2**24  # bytes, about, of the files' text that a tokenizer is trained on
 SOURCE, COMPLETE = "source.json", "corpus.json"  # written first, and last
 
 
@@ -263,6 +263,8 @@ def _tokenise(sources: list[str], folder: Path, tokenizer: PreTrainedTokenizerBa
                     np.save(shard / f"{part}.npy", np.asarray(ids))
                 (shard / "shard.json").write_text(json.dumps({"documents": new}) + "\n")
             number, documents = number + 1, documents + new
+    if documents == 0:
+        raise DataError(f"{', '.join(sources)}: there is no text.")
     with whole_file(folder / COMPLETE) as file:
         file.write_text(json.dumps({"documents": documents}) + "\n")
 

@@ -83,8 +83,8 @@ class DepthMonitor(Monitor):
         if moved < 1e-6:
             self._warn(
                 "queries",
-                f"After {step} steps no {name} has moved (largest change of a norm {moved:.1e}). Try a "
-                "higher --depth-lr, and check that the depth parameters are trained (no --no-depth).",
+                f"After {step} steps no {name} has moved (largest change of a norm {moved:.1e}). Try a higher "
+                "--depth-lr (of pretrain: --depth-lr-factor), and check that the depth parameters are trained.",
             )
 
     def _warn_of_sites(self, step: int, statistics: dict[int, SiteStatistics]) -> None:
@@ -93,7 +93,7 @@ class DepthMonitor(Monitor):
                 self._warn(
                     f"site {site}",
                     f"At step {step} site {site} (decoder layer {site // 2}) puts {of_site.largest:.4f} of its weight "
-                    "on one source. Try a lower --depth-lr, or a longer warmup.",
+                    "on one source. Try a lower --depth-lr (of pretrain: --depth-lr-factor), or a longer warmup.",
                 )
 
     def _warn(self, subject: str, message: str) -> None:

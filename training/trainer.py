@@ -75,8 +75,8 @@ class DepthTrainer(Trainer):
         if not math.isfinite(loss):
             self.control.should_training_stop = True
             warnings.warn(
-                f"The loss at step {self.state.global_step} is {loss}. Training stops. Try a lower --learning_rate or "
-                "--depth-lr, --warmup_steps, --max_grad_norm 1, or bf16 in place of fp16.",
+                f"The loss at step {self.state.global_step} is {loss}. Training stops. Try a lower --learning_rate, "
+                "--depth-lr or --depth-lr-factor, --warmup_steps, --max_grad_norm 1, or bf16 in place of fp16.",
                 stacklevel=2,
             )
         elif "loss" in logs:

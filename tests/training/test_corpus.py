@@ -133,6 +133,8 @@ BAD = {
     "an empty text": (".jsonl", b'{"text": " "}\n', r"bad.jsonl, line 1: expected a text in 'text'; found ' '"),
     "no UTF-8 in JSON": (".jsonl", b'{"text": "w1"}\n{"text": "\xff"}\n', r"bad.jsonl, line 2: no JSON .*surrogates"),
     "no UTF-8": (".txt", b"w1\nw2\nw3 \xff\n", r"bad.txt, line 3: cannot be read as UTF-8"),
+    "an empty file": (".txt", b"", r"bad.txt: there is no text"),
+    "empty lines": (".jsonl", b"\n\n", r"bad.jsonl: there is no text"),
     "no parquet": (".parquet", b"PAR1 or not", r"bad.parquet.* cannot be read"),
 }  # fmt: skip
 

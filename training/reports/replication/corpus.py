@@ -2,14 +2,16 @@
 
     python -m training.reports.replication.corpus results/replication/corpus.jsonl
 
-A line per file, `{"text": …, "kind": …}`, in an order that depends on names alone; and a line on the screen with what
-there is of each kind and the SHA-256 of the whole, which says whether two machines have the same.
+A line per file, `{"text": …, "kind": …}`, in the order of the hashes of file names (those of one name, as the licences
+called `copyright`, as the file system has them); and a line on the screen with what there is of each kind and the
+SHA-256 of the whole, which says whether two machines have the same.
 """
 
 import gzip
 import hashlib
 import json
 import sysconfig
+import zlib
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -23,7 +25,7 @@ LARGEST = 200_000  # characters of a file: no single one is much of the whole
 
 
 def find_texts() -> Iterator[tuple[str, Path]]:
-    """Give the files of each kind; a compressed changelog counts as documentation."""
+    """Give the files of each kind; a compressed `changelog` counts as documentation, a `changelog.Debian` does not."""
     library = Path(sysconfig.get_paths()["stdlib"])
     for path in library.rglob("*.py"):
         if not {"site-packages", "test", "tests", "idlelib"} & set(path.parts):
@@ -39,17 +41,17 @@ def find_texts() -> Iterator[tuple[str, Path]]:
 
 def read(path: Path) -> str:
     """Return a file's text, or nothing where it is none."""
-    content = path.read_bytes()
     try:
+        content = path.read_bytes()
         return (gzip.decompress(content) if path.suffix == ".gz" else content).decode()[:LARGEST]
-    except (UnicodeDecodeError, OSError):
+    except (UnicodeDecodeError, OSError, EOFError, zlib.error):
         return ""
 
 
 def main(target: Path) -> None:
     """Write real text of this machine to a JSON Lines file; texts that are there twice count once."""
     characters, seen, lines = Counter(), set(), []
-    # by the hash of its path: kinds are mixed, and the held-out documents, every n-th, are of all of them
+    # by the hash of the name, so that kinds are mixed, and the held-out documents, every n-th, are of all of them
     files = sorted(find_texts(), key=lambda found: hashlib.sha256(str(found[1].name).encode()).hexdigest())
     for kind, path in files:
         text = read(path)

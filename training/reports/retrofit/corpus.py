@@ -17,7 +17,7 @@ from pathlib import Path
 
 import yaml
 
-from common.errors import run_command
+from common.errors import UserError, run_command
 from common.files import whole_file
 from training.reports.replication.corpus import find_texts, read
 
@@ -64,7 +64,9 @@ def split_documents(documents: list[tuple[str, str]]) -> dict[str, list[dict]]:
 
 def find_answers() -> Iterator[tuple[str, str, str]]:
     """Give the worked examples that lm-eval's prompts show: of MMLU's subjects, and of BBH's puzzles."""
-    tasks = Path(importlib.util.find_spec("lm_eval").origin).parent / "tasks"
+    if (package := importlib.util.find_spec("lm_eval")) is None:
+        raise UserError("lm_eval is not installed: `pip install -e '.[eval]'`.")
+    tasks = Path(package.origin).parent / "tasks"
     for kind, folder in (("exam", "mmlu/flan_cot_fewshot"), ("puzzle", "bbh/cot_fewshot")):
         for path in (tasks / folder).glob("[!_]*.yaml"):
             for sample in yaml.safe_load(path.read_text())["fewshot_config"]["samples"]:
