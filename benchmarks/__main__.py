@@ -59,7 +59,7 @@ def forms(
     repeats: Turns = 5,
     output: Output = None,
 ) -> None:
-    """Measure a training step of the replication's small model with every form of depth attention."""
+    """Measure a training step of the replication's small model with each form of depth attention of it."""
     measure_forms(rows, tokens, repeats, output)
 
 

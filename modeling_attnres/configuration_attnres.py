@@ -168,8 +168,8 @@ class AttnResConfigMixin:
             Excludes `attn_res_block_size`.
         attn_res_scale_norm_eps: a norm that reads the mean of n sources uses eps / n². With zero queries this makes
             the model compute exactly what its base computes (RMSNorm(h / n, eps / n²) = RMSNorm(h, eps)): set for
-            ported checkpoints (on where the config of a base checkpoint is read), and worth setting for new models,
-            whose small embeddings eps outweighs where many sources are read. Off in Kimi K3.
+            ported checkpoints (on where the config of a base checkpoint is read), and for new models that are to begin
+            as their baseline, for eps outweighs their small embeddings where many sources are read. Off in Kimi K3.
         attn_res_form: `"replace"` (the paper): a sublayer reads the mixture in place of the residual stream. `"add"`:
             it reads the stream plus gate × mixture, a gate per site and head that starts at 0, so any base family is
             computed exactly, post-norms and multipliers included. The mixture is of a learned null source, the

@@ -1,4 +1,4 @@
-"""Train on from one source with every form of depth attention, and without: experiment.yaml says what and how.
+"""Train on from one source with four forms of depth attention, and without: experiment.yaml says what and how.
 
     python -m training.reports.retrofit.corpus results/retrofit
     python -m training.reports.retrofit.experiment --jobs 2
