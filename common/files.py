@@ -11,7 +11,7 @@ from pathlib import Path
 
 from tqdm import tqdm
 
-from .errors import UserError
+from .errors import UserError, describe
 
 
 FICLONE = 0x40049409  # ioctl of Linux: share the blocks of a file, copy on write
@@ -25,7 +25,7 @@ def check_target(target: Path, source: str) -> None:
     Raises:
         UserError: says which, before anything is written.
     """
-    target, source_path = Path(target).resolve(), Path(source).expanduser()
+    target, source_path = Path(target).resolve(), expand_user(source)
     if source_path.exists():
         source_path = source_path.resolve()
         if target == source_path:
@@ -37,10 +37,24 @@ def check_target(target: Path, source: str) -> None:
     if target.is_dir() and any(target.iterdir()):
         raise UserError(f"{target} exists and is not empty.")
     ancestor = next(parent for parent in target.parents if parent.exists())
-    if not ancestor.is_dir() or not os.access(ancestor, os.W_OK | os.X_OK):
+    if not ancestor.is_dir():
+        raise UserError(f"{target}: {ancestor} is no folder.")
+    if not os.access(ancestor, os.W_OK | os.X_OK):
         raise UserError(f"{target}: no permission to write in {ancestor}.")
     if _is_being_written(target):
         raise UserError(f"{target}: another process is writing it ({incomplete(target)}).")
+
+
+def expand_user(path: str) -> Path:
+    """Return a path with the folder that `~` or `~name` stands for.
+
+    Raises:
+        UserError: there is no such user.
+    """
+    try:
+        return Path(path).expanduser()
+    except RuntimeError as error:
+        raise UserError(f"{path}: {describe(error)}") from error
 
 
 def check_file(path: Path) -> None:

@@ -36,7 +36,7 @@ from transformers.utils import ADAPTER_CONFIG_NAME, SAFE_WEIGHTS_INDEX_NAME, SAF
 
 import modeling_attnres
 from common.errors import UserError, describe, one_line, reading
-from common.files import check_file, files_below
+from common.files import check_file, expand_user, files_below
 from common.quiet import quiet_transformers
 from modeling_attnres import DepthAttention, config_name, is_attnres_type, is_depth_parameter
 
@@ -401,9 +401,8 @@ def _no_weights(folder: Path) -> str:
     pickles = sorted(path.name for path in folder.iterdir() if path.suffix in PICKLE_SUFFIXES)
     if pickles:
         return (
-            f"{folder} holds pickled weights ({pickles[0]}); only safetensors are read. Convert them where you trust "
-            'their origin:\n  python -c "from transformers import AutoModelForCausalLM as M; '
-            f"M.from_pretrained('{folder}', dtype='auto').save_pretrained('{folder}-safetensors')\""
+            f"{folder} holds pickled weights ({pickles[0]}); only safetensors are read. Where you trust its origin "
+            "load it with transformers and save it: save_pretrained writes safetensors."
         )
     return f"{folder}: neither {SAFE_WEIGHTS_NAME} nor {SAFE_WEIGHTS_INDEX_NAME} is there."
 
@@ -439,7 +438,7 @@ def open_source(source: str, scratch: Path | None = None) -> Iterator[Checkpoint
 
     A GGUF file is first dequantised by transformers into a temporary folder, which is made in `scratch`.
     """
-    path = Path(source).expanduser()
+    path = expand_user(source)
     if path.is_dir():
         yield Checkpoint(path)
     elif path.suffix == ".gguf" and path.exists():

@@ -1,8 +1,8 @@
 """The lossless port: a base checkpoint becomes an Attention Residuals checkpoint that computes the same.
 
 No tensor is loaded or changed. The shards are taken over as files; one more shard holds the depth parameters (zero
-queries, unit norms); the config gains the Attention Residuals fields, with `attn_res_scale_norm_eps` on. Other forms
-than the paper's start as losslessly, or are refused.
+queries, unit norms); the config gains the Attention Residuals fields, with `attn_res_scale_norm_eps` on in the paper's
+form. Other forms start as losslessly, or are refused.
 """
 
 import math
@@ -169,7 +169,7 @@ def port_checkpoint(
         # Record how it was made.
         record = verification.record() if verification is not None else None
         taken_over = numbered(checkpoint.shards, len(checkpoint.shards) + 1)
-        add_card(folder, target.name, checkpoint, source, "port", record, taken_over)
+        add_card(folder, target.resolve().name, checkpoint, source, "port", record, taken_over)
     return PortReport(target, config, sum(tensor.numel() for tensor in depth.values()), verification)
 
 

@@ -1,7 +1,7 @@
 """Sparse upcycling: a dense Llama becomes a Mixtral whose experts start as copies of the MLP, with depth attention.
 
 Mixtral's router weights sum to one, so experts that are all the same MLP compute that MLP, whatever the router says.
-Streams: about one output shard is held in memory.
+It is written one output shard at a time; to measure what noise changed, source and result are then loaded in turn.
 """
 
 import json
@@ -116,7 +116,7 @@ def upcycle_checkpoint(
             "noise": f"{expert_noise:g}",
             "seed": f"{seed}",
         }
-        add_card(folder, target.name, checkpoint, source, "upcycle", **made)
+        add_card(folder, target.resolve().name, checkpoint, source, "upcycle", **made)
     added = sum(tensor.numel() for tensor in depth.values())
     return UpcycleReport(PortReport(target, attnres, added), experts, top_k, expert_noise, change)
 

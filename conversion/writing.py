@@ -16,7 +16,7 @@ from transformers.utils import ADAPTER_CONFIG_NAME, SAFE_WEIGHTS_INDEX_NAME
 
 import modeling_attnres
 from common.errors import UserError, describe
-from common.files import check_link, copy_new, files_below, write_new
+from common.files import check_link, copy_new, expand_user, files_below, write_new
 from model_cards.card import write_card
 from model_cards.provenance import NAME as PROVENANCE
 from model_cards.provenance import Provenance, Verified, hash_files, of_card
@@ -190,7 +190,7 @@ def add_card(
     over, given from old to new name, are not hashed again.
     """
     # The source's weight files: those of a folder, or the one GGUF file
-    path = Path(source).expanduser()
+    path = expand_user(source)
     shards = hash_files([path] if path.is_file() else [checkpoint.folder / name for name in checkpoint.shards])
     # The checkpoint's own: those taken over have the hashes of the source's
     files = {new: shards[old] for old, new in (taken_over or {}).items() if old in shards}

@@ -71,7 +71,8 @@ def local(folder: Path) -> Iterator[list[str]]:
     """
     missing: list[str] = []
 
-    def load(path: str, name: str | None = None, **_) -> "_Splits":
+    def load(path: str, name: str | None = None, **arguments) -> "_Splits":
+        _check_arguments(path, arguments)
         return _Splits(lambda split: _read_split(folder, path, name, split, missing))
 
     with _replaced(load):
@@ -91,6 +92,8 @@ def fetching(folder: Path) -> Iterator[list[Path]]:
     from_hub = datasets.load_dataset
 
     def load(path: str, name: str | None = None, **kwargs) -> "_Splits":
+        _check_arguments(path, kwargs)
+
         def fetch(split: str) -> datasets.Dataset:
             if _find(folder, path, name, split) is None:
                 # What is installed needs no hub.
@@ -117,6 +120,16 @@ def fetching(folder: Path) -> Iterator[list[Path]]:
 
     with _replaced(load):
         yield written
+
+
+def _check_arguments(path: str, arguments: dict) -> None:
+    """Refuse a task that says itself which of a data set's files it reads: no file's name here would tell it apart."""
+    for argument in ("data_files", "data_dir"):
+        if arguments.get(argument):
+            raise DataError(
+                f"A task reads {path} with {argument}={arguments[argument]!r}, which --data has no place for. Leave "
+                "out the task, or --data."
+            )
 
 
 class _Splits(dict):

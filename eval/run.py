@@ -37,7 +37,13 @@ from .tasks import sandbox
 log = logging.getLogger(__name__)
 
 # Arguments of the harness's models that options of ours set.
-OPTIONS = {"pretrained": "--model", "peft": "--adapter", "batch_size": "--batch-size", "device": "--device"}
+OPTIONS = {
+    "pretrained": "--model",
+    "peft": "--adapter",
+    "batch_size": "--batch-size",
+    "device": "--device",
+    "trust_remote_code": "--trust-remote-code",
+}
 
 
 @dataclass(frozen=True)

@@ -102,7 +102,7 @@ def compare(benchmarks: Sequence[Benchmark], outcomes: Sequence[Outcome]) -> lis
         # Compare the first two models, where both have results.
         difference, alike = None, None
         if len(results) > 1 and None not in results[:2]:
-            difference = _difference(*items[:2], scale)
+            difference = _difference(benchmark.metric, *items[:2], scale)
             alike = _count_alike(benchmark, *results[:2])
         rows.append(
             Row(
@@ -196,12 +196,20 @@ def _score(benchmark: Benchmark, results: dict[str, Any], items: int, scale: flo
     )
 
 
-def _difference(first: dict, second: dict, scale: float) -> Difference | None:
-    """Compare two models' values by item; None where their items are not the same, for their limits differ, or one."""
+def _difference(metric: str, first: dict, second: dict, scale: float) -> Difference | None:
+    """Compare two models' values by item.
+
+    None where their items are not the same, for their limits differ, or one; and where the metric is of all items
+    together, as BLEU or a correlation: then the harness keeps of an item what that is computed of.
+    """
     if first.keys() != second.keys() or len(first) < 2:  # one item says nothing of others: it has no interval
         return None
-    values = [np.array([items[key] for key in first], dtype=float) for items in (first, second)]
-    if values[0].ndim == 1:
+    pairs = [[items[key] for key in first] for items in (first, second)]
+    numbers = all(np.isscalar(value) and not isinstance(value, str) for values in pairs for value in values)
+    if not numbers and metric != "bits_per_byte":
+        return None
+    values = [np.array(values, dtype=float) for values in pairs]
+    if numbers:
         difference = paired_difference(*values)
         return replace(
             difference, value=difference.value * scale, low=difference.low * scale, high=difference.high * scale
@@ -279,9 +287,10 @@ def write(rows: Sequence[Row], outcomes: Sequence[Outcome], output: Path) -> str
 
 
 def _draw(rows: Sequence[Row], names: list[str], file: Path) -> None:
-    """Draw shares in percent with 95 % intervals, and the paper's two figures; nothing where there are no shares."""
+    """Draw shares in percent with 95 % intervals, and the paper's two figures; no file where there are no shares."""
     shares = [row for row in rows if row.is_share]
     if not shares:
+        file.unlink(missing_ok=True)  # of another table
         return
     matplotlib.use("Agg")
     from matplotlib import pyplot

@@ -111,6 +111,8 @@ def write_card(
 
         print(write_card(Path("ported")))
     """
+    if not path.is_dir():
+        raise CardError(f"{path} is no folder.")
     name = name or path.resolve().name
     # Read everything before anything is written.
     facts = Facts(
@@ -247,6 +249,7 @@ def _text(facts: Facts) -> dict[str, Any]:
         "settings": table(("setting", "value"), settings.items()),
         "picture": draw_blocks(config),
         "lossless": _lossless(facts),
+        "has_depth": config.attn_res_mode != "none",
         "results": _results(facts),
         "limits": _limits(facts),
     }
@@ -254,6 +257,8 @@ def _text(facts: Facts) -> dict[str, Any]:
 
 def _mechanism(config) -> str:
     """Say what every sublayer reads."""
+    if config.attn_res_mode == "none":
+        return "Every attention and MLP reads the sum of all that came before, as in its base family: a control."
     kind, chosen = {
         "softmax": ("a softmax-weighted mean", ", chosen token by\ntoken,"),
         "static": ("a softmax-weighted mean", ", with weights that no token changes,"),
@@ -291,16 +296,17 @@ def _source(provenance: Provenance) -> str:
 
 
 def _summary(facts: Facts) -> str:
+    kind = "standard residuals" if facts.config.attn_res_mode == "none" else "Attention Residuals"
     if not facts.has_weights:
-        return "A configuration with Attention Residuals, without weights."
+        return f"A configuration with {kind}, without weights."
     if facts.provenance is None:
-        return "A model with Attention Residuals."
+        return f"A model with {kind}."
     source = _source(facts.provenance)
     if facts.training or facts.provenance.made_by == "merge":
-        return f"{source} with Attention Residuals, fine-tuned."
+        return f"{source} with {kind}, fine-tuned."
     if facts.provenance.made_by == "upcycle":
-        return f"{source} as a mixture of experts with Attention Residuals: a start for further training."
-    return f"{source} with Attention Residuals, ported without changing what it computes: a start for further training."
+        return f"{source} as a mixture of experts with {kind}: a start for further training."
+    return f"{source} with {kind}, ported without changing what it computes: a start for further training."
 
 
 def _made(facts: Facts) -> str:
@@ -325,7 +331,9 @@ def _trained(run: Training) -> str:
     if run.lora is None:
         return f"Trained from random weights for {run.steps} steps on {data}, rows of {run.length} tokens. {change}"
     learned = []
-    if run.lora != "none":
+    if run.lora == "full":
+        learned.append("all weights of the base family")
+    elif run.lora != "none":
         learned.append(f"LoRA on {plain(run.lora)} (rank {run.rank}, alpha {run.alpha})")
     if run.depth is not False and not run.control:
         learned.append("the depth parameters in full")
@@ -359,7 +367,7 @@ def _lossless(facts: Facts) -> str:
 
 def _results(facts: Facts) -> str:
     if not facts.results:
-        return "None of this model were measured."
+        return "This model has not been measured."
     rows = []
     for score in facts.results:
         error = f" ± {score.stderr:.2f}" if score.stderr is not None else ""

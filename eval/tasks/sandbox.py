@@ -174,8 +174,12 @@ REFUSED_ALONE = {
     "rt_sigqueueinfo": (129, 138),
     "rt_tgsigqueueinfo": (297, 240),
     "pidfd_send_signal": (424, 424),
+    "pidfd_getfd": (438, 438),
+    "ptrace": (101, 117),
+    "process_vm_readv": (310, 270),
+    "process_vm_writev": (311, 271),
 }
-SOCKET, CLONE, CLONE3 = (41, 198), (56, 220), (435, 435)
+SOCKET, CLONE, CLONE3, PRLIMIT = (41, 198), (56, 220), (435, 435), (302, 261)
 CLONE_THREAD, NEW_NAMESPACES, AF_UNIX = 0x10000, 0x7E020080, 1
 
 
@@ -441,5 +445,8 @@ def _filter(alone: bool) -> bytes:
     program += when(CLONE, step(load, argument), check_flags, yes, no)
     # socket depends on its family.
     program += when(SOCKET, step(load, argument), step(equal, AF_UNIX, 0, 1), yes, no)
+    # prlimit sets another process's limits, a signal in effect, unless it names none.
+    if alone:
+        program += when(PRLIMIT, step(load, argument), step(equal, 0, 0, 1), yes, no)
     # All else is allowed.
     return b"".join([*program, yes])

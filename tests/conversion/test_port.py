@@ -6,6 +6,7 @@ import re
 import shutil
 import subprocess
 from itertools import pairwise
+from pathlib import Path
 
 import pytest
 import torch
@@ -417,13 +418,20 @@ def test_bad_targets(base_checkpoint, tmp_path):
         tmp_path / "file": "is no folder",
         base_checkpoint: "the target is the source",
         base_checkpoint / "inside": "lies inside the source",
-        tmp_path / "file" / "below": "no permission to write",
+        tmp_path / "file" / "below": "file is no folder",
     }.items():
         with pytest.raises(UserError, match=message):
             port_checkpoint(str(base_checkpoint), target)
     assert (tmp_path / "full" / "file").read_text() == "mine"
+    with pytest.raises(UserError, match="~nobody-of-this-name/source: "):
+        port_checkpoint("~nobody-of-this-name/source", tmp_path / "target")
+
+
+def test_an_empty_folder_may_be_the_target_even_the_current_one(base_checkpoint, tmp_path, monkeypatch):
     (tmp_path / "empty").mkdir()
-    port_checkpoint(str(base_checkpoint), tmp_path / "empty")
+    monkeypatch.chdir(tmp_path / "empty")
+    port_checkpoint(str(base_checkpoint), Path())
+    assert "\n# empty\n" in (tmp_path / "empty" / "README.md").read_text()
 
 
 def test_command_line(base_checkpoint, tmp_path):

@@ -149,6 +149,15 @@ def test_all_missing_files_are_named_at_once(manager, tmp_path):
     assert len(message.splitlines()) > 400
 
 
+@pytest.mark.parametrize("open_data", [data.local, data.fetching])
+def test_a_task_that_names_files_of_its_own_is_refused(manager, tmp_path, open_data):
+    with (
+        open_data(tmp_path) as found,
+        pytest.raises(DataError, match=r"A task reads json with data_files=.*which --data has no place for"),
+    ):
+        build(manager, ["arithmetic_1dc"], found)
+
+
 def test_all_malformed_files_are_named_at_once(manager, tmp_path):
     for split in ("train", "test"):
         write_rows(tmp_path / f"openai/gsm8k/main/{split}.jsonl", [{"question": "q"}])

@@ -350,6 +350,10 @@ def test_code_of_others_is_run_when_that_is_asked_for(save_model, tmp_path, plac
         ("--tasks attnres_gsm8k --model UNPRINTABLE", "characters that cannot be printed"),
         ("--tasks attnres_gsm8k --model-args nonsense", "--model-args: found 'nonsense', expected KEY=VALUE"),
         ("--tasks attnres_gsm8k --model-args pretrained=x", "--model-args: pretrained is set by --model"),
+        (
+            "--tasks attnres_gsm8k --model-args trust_remote_code=True",
+            "trust_remote_code is set by --trust-remote-code",
+        ),
         ("--tasks attnres_gsm8k --gen-kwargs =1", "--gen-kwargs: found '=1', expected KEY=VALUE"),
         ("--tasks attnres_gsm8k --batch-size 0", "--batch-size: found '0', expected a number, auto, or auto:N"),
         ("--tasks attnres_gsm8k --batch-size auto:x", "--batch-size: found 'auto:x'"),

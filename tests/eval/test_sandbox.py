@@ -53,8 +53,9 @@ json.dump(sandbox.run_samples(samples, sandbox.Limits(*limits)), sys.stdout)
 
 
 @pytest.fixture(scope="module", autouse=True)
-def temporary():
+def temporary(tmp_path_factory):
     """A folder for temporary files in which nothing but these tests leaves any; everybody may write to it."""
+    tmp_path_factory.getbasetemp()  # pytest's own, for all tests: made before this folder takes its place
     folder, before = tempfile.mkdtemp(prefix="sandbox-tests-"), tempfile.tempdir
     os.chmod(folder, 0o1777)
     tempfile.tempdir = folder
@@ -221,6 +222,9 @@ CLOSED_ALWAYS += [
 ]
 
 
+LIMITS_ITS_PARENT = "import os, resource; resource.prlimit(os.getppid(), resource.RLIMIT_NOFILE, (99, 99))"
+
+
 @pytest.mark.parametrize("who", ISOLATED)
 def test_nothing_outside_is_reached(who):
     found = dict(zip(OUTSIDE, outcomes(who, [(code, "") for code in OUTSIDE.values()])))
@@ -229,7 +233,9 @@ def test_nothing_outside_is_reached(who):
 
 @pytest.mark.parametrize("who", NOT_ISOLATED)
 def test_without_isolation_the_network_and_processes_are_closed(who):
-    found = dict(zip(CLOSED_ALWAYS, outcomes(who, [(OUTSIDE[name], "") for name in CLOSED_ALWAYS])))
+    closed = {name: OUTSIDE[name] for name in CLOSED_ALWAYS} | {"limits its parent": LIMITS_ITS_PARENT}
+    found = dict(zip(closed, outcomes(who, [(code, "") for code in closed.values()])))
+    assert outcomes(who, [("import resource; resource.setrlimit(resource.RLIMIT_CPU, (1, 1))", "")]) == ["passed"]
     assert {name: outcome for name, outcome in found.items() if not outcome.startswith("failed: ")} == {}
     (user,) = outcomes(
         who, [("import os; raise OSError(str(os.getresuid() + os.getresgid() + tuple(os.getgroups())))", "")]

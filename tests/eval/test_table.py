@@ -146,6 +146,15 @@ def test_bits_per_byte_are_compared_by_text():
     assert row.alike is None
 
 
+@pytest.mark.parametrize("values", [[[1, 0], [0, 1]], [["said", "meant"], ["a", "b"]]])
+def test_metrics_of_all_items_together_are_not_compared_by_item(values):
+    """Matthews' correlation and BLEU: the harness keeps pairs of each item."""
+    results = {"quiz": results_of({"one": [(*value,) for value in values]}, metric="mcc", value=0.5)}
+    (row,) = compare([benchmark(metric="mcc", tasks=("one",))], [outcome("a", results), outcome("b", results)])
+    assert row.difference is None
+    assert [score.value for score in row.scores] == [0.5, 0.5]
+
+
 def test_one_item_has_no_interval():
     outcomes = [
         outcome(name, {"quiz": results_of({"one": [value]}, value=value)}) for name, value in (("a", 1), ("b", 0))
@@ -183,3 +192,7 @@ def test_written_files_hold_the_table(tmp_path):
     assert content["rows"][0]["scores"][0]["value"] == pytest.approx(200 / 3)
     assert [model["name"] for model in content["models"]] == ["a", "b"]
     assert (tmp_path / "table.png").stat().st_size > 5_000
+    # A table without shares has no picture, and keeps none of another's
+    rows = compare([benchmark("text", "bits_per_byte", tasks=("text",))], [outcome("a", failures={"text": "no"})])
+    write(rows, outcomes[:1], tmp_path)
+    assert not (tmp_path / "table.png").exists()

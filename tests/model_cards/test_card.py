@@ -87,7 +87,7 @@ def test_a_port_writes_its_card(source, ported):
     assert f"Ported from `source`, which was made from {origin}." in card.text
     assert card.data.base_model_relation == "finetune"
     assert "[E] [0 1] [2 3] [4 5] → output" in card.text
-    assert "None of this model were measured" in card.text
+    assert "This model has not been measured" in card.text
     assert "Mine" not in card.text
     digest = hash_files([source / "model.safetensors"])["model.safetensors"]
     assert f"| model.safetensors | `{digest}` |" in card.text
@@ -168,6 +168,19 @@ def test_training_is_told_with_its_figures(ported, tmp_path):
     assert "does not compute what its source does" in text
     assert "relative error" not in text
     assert "/far/away" not in text
+    training(tmp_path, lora="full")
+    text = write_card(ported, training=tmp_path).read_text()
+    assert ": all weights of the base family and the depth parameters in full. The loss" in text
+    assert "rank" not in text
+
+
+def test_a_control_is_called_one(tmp_path):
+    BY_NAME["Llama"].causal_lm(attn_res_mode="none").save_pretrained(tmp_path / "control")
+    text = write_card(tmp_path / "control").read_text()
+    assert "\nA model with standard residuals.\n" in text
+    assert "Every attention and MLP reads the sum of all that came before, as in its base family" in text
+    assert "modules_to_save" not in text
+    assert "depth parameters" not in text
 
 
 def test_figures_in_a_card_have_a_file(ported, tmp_path):
@@ -215,6 +228,8 @@ def test_mistakes_name_the_file(source, ported, tmp_path):
         write_card(source)
     with pytest.raises(UserError, match=r"result\.json is missing"):
         write_card(ported, training=tmp_path)
+    with pytest.raises(CardError, match="owner/name is no folder"):
+        write_card(Path("owner/name"))
     with pytest.raises(CardError, match="has no column for ported; it has other, theirs"):
         write_card(ported, results=table(tmp_path, "/theirs", name="theirs"))
 

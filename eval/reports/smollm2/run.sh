@@ -15,6 +15,6 @@ cd "$work"
 [ -d SmolLM2-135M-Block8-tuned ] || $python -m training merge "$adapter" SmolLM2-135M-Block8-tuned
 
 models=(--model SmolLM2-135M --model SmolLM2-135M-Block8 --model SmolLM2-135M-Full --model SmolLM2-135M-Block8-tuned)
-common=(--data data --gen-kwargs max_gen_toks=256 --confirm-run-unsafe-code --output results)
-$python -m eval run "${models[@]}" "${common[@]}" --tasks attnres_humaneval --batch-size 82
-$python -m eval run "${models[@]}" "${common[@]}" --tasks attnres_humaneval,attnres_perplexity --batch-size 4
+common=(--data data --gen-kwargs max_gen_toks=256 --confirm-run-unsafe-code)
+$python -m eval run "${models[@]}" "${common[@]}" --tasks attnres_humaneval --batch-size 82 --output results/humaneval
+$python -m eval run "${models[@]}" "${common[@]}" --tasks attnres_perplexity --batch-size 4 --output results/perplexity

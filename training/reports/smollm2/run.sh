@@ -3,7 +3,7 @@
 # Usage: training/reports/smollm2/run.sh WORK_FOLDER    then: python -m training.reports.smollm2.report WORK_FOLDER
 set -euo pipefail
 cd "$(dirname "$0")/../../.."
-export work=$1 python=.venv/bin/python steps=${STEPS:-40}
+export work=$(realpath -m "$1") python=.venv/bin/python steps=${STEPS:-40}
 export HF_HUB_OFFLINE=1 PYTHONWARNINGS=ignore OMP_NUM_THREADS=1
 
 mkdir -p "$work"
