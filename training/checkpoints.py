@@ -3,6 +3,7 @@
 import contextlib
 import hashlib
 import json
+import math
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -21,10 +22,11 @@ from .loading import TrainingError
 COMPLETE = "complete"  # the file that a checkpoint gets last
 RECIPE = "recipe.json"
 MATTER = (
-    *("seed", "data_seed", "world_size", "per_device_train_batch_size", "gradient_accumulation_steps"),
+    *("seed", "data_seed", "world_size", "n_gpu", "per_device_train_batch_size", "gradient_accumulation_steps"),
+    *("train_sampling_strategy", "dataloader_drop_last", "ignore_data_skip", "accelerator_config"),
     *("max_steps", "num_train_epochs", "learning_rate", "lr_scheduler_type", "lr_scheduler_kwargs", "warmup_steps"),
     *("optim", "optim_args", "weight_decay", "adam_beta1", "adam_beta2", "adam_epsilon", "max_grad_norm"),
-    *("label_smoothing_factor", "neftune_noise_alpha", "bf16", "fp16"),
+    *("label_smoothing_factor", "neftune_noise_alpha", "bf16", "fp16", "average_tokens_across_devices"),
 )  # of TrainingArguments: what a run learns depends on them
 
 
@@ -53,8 +55,17 @@ def holding_output(arguments: TrainingArguments) -> Iterator[None]:
 
 def describe_run(recipe: dict, arguments: TrainingArguments) -> dict:
     """Gather all that decides what a run learns, as JSON has it."""
-    run = recipe | {name: getattr(arguments, name) for name in MATTER}
+    run = recipe | {name: getattr(arguments, name, None) for name in MATTER}  # releases differ in what they have
     return json.loads(json.dumps(run, default=str))
+
+
+def finite_or_null(content: object) -> object:
+    """Replace what JSON has no number for, infinity and NaN, by null."""
+    if isinstance(content, dict):
+        return {name: finite_or_null(value) for name, value in content.items()}
+    if isinstance(content, list | tuple):
+        return [finite_or_null(value) for value in content]
+    return None if isinstance(content, float) and not math.isfinite(content) else content
 
 
 def hash_file(path: str | Path) -> str:

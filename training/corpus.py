@@ -33,7 +33,7 @@ from .loading import load_tokenizer
 PIECE = 2**18  # characters; a text of more than two pieces counts as several documents
 BATCH = 2**19  # characters that are tokenised at once
 SHARD = 2**24  # tokens
-TOKENIZER_TEXT = 2**24  # bytes, about, of the files' text that a tokenizer is trained on
+TOKENIZER_TEXT = 2**24  # characters, at most, of each source that a tokenizer is trained on
 SOURCE, COMPLETE = "source.json", "corpus.json"  # written first, and last
 
 
@@ -113,8 +113,11 @@ def stream_texts(source: str) -> Iterator[tuple[str, str]]:
 
 
 def is_on_hub(source: str) -> bool:
-    """Say whether a source is a data set of the hub, `owner/name`: nothing of that name lies here."""
-    return not Path(source).exists() and source.count("/") == 1 and not Path(source).suffix
+    """Say whether a source is a data set of the hub, `owner/name`: nothing of that name lies here, nor is it a file's.
+
+    A name may hold a version, as in `owner/name-1.0`.
+    """
+    return not Path(source).exists() and source.count("/") == 1 and not Path(source).suffix[1:].isalpha()
 
 
 def _rows_of(source: str, *args, **kwargs) -> Iterator[tuple[str, str]]:
@@ -243,12 +246,22 @@ def _tokenizer_of(sources: list[str], folder: Path, vocab_size: int) -> PreTrain
     target = folder / "tokenizer"
     if not target.exists():
         size = sum(Path(source).stat().st_size for source in sources if not is_on_hub(source))
-        texts = (text for source in sources for _, text in stream_texts(source))
-        some = islice(texts, 0, None, -(-size // TOKENIZER_TEXT) or 1)
+        some = _some_texts(sources, every=-(-size // TOKENIZER_TEXT) or 1)
         trained = train_tokenizer(tqdm(some, desc="training a tokenizer", unit="text"), vocab_size)
         with complete_or_absent(target) as written:
             trained.save_pretrained(written)
     return load_tokenizer(target, trust_remote_code=False)
+
+
+def _some_texts(sources: list[str], every: int) -> Iterator[str]:
+    """Yield texts from all over the files, and from the beginning of a data set of the hub, whose size is not known."""
+    for source in sources:
+        characters = 0
+        for _, text in islice(stream_texts(source), 0, None, every):
+            yield text
+            characters += len(text)
+            if characters >= TOKENIZER_TEXT:
+                break
 
 
 def _tokenise(sources: list[str], folder: Path, tokenizer: PreTrainedTokenizerBase, every: int, kind: str) -> None:

@@ -71,6 +71,8 @@ def diagnose_model(
     ids = first_tokens(path, content, source, tokens, trust_remote_code)
     check_embeddings(ids, source, path, config)
     second_config = None
+    if against == path and adapter is None:
+        raise TrainingError(f"--against {against} is the model itself.")
     if against is not None:
         second_config = load_config(against)
         check_embeddings(ids, source, against, second_config)
@@ -80,7 +82,8 @@ def diagnose_model(
     if against is None:
         models = {path: model, "standard residuals": standard_residuals(model)}
     else:
-        models = {path: model, against: load_weights(against, second_config, dtype=torch.float32)}
+        first = path if adapter is None else f"{path} with {adapter}"
+        models = {first: model, against: load_weights(against, second_config, dtype=torch.float32)}
 
     # The result
     diagnosis = {
@@ -176,7 +179,7 @@ def layer_curves(model: PreTrainedModel, ids: torch.Tensor) -> dict[str, list[fl
         output.retain_grad()
         outputs.append(output)
 
-    # One pass with gradients, which leaves the model as it was
+    # One pass with gradients, which are removed again
     model.eval().requires_grad_(True)
     handles = [layer.register_forward_hook(keep) for layer in model.model.layers]
     try:

@@ -1,5 +1,6 @@
 """Distillation: what a model with Attention Residuals learned, brought into its plain base, to be served anywhere."""
 
+import copy
 import math
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -104,6 +105,8 @@ def check_arguments(recipe: Distillation, arguments: Arguments) -> tuple[PreTrai
         raise TrainingError(f"--temperature must be above 0, got {recipe.temperature}.")
     if not 0 <= recipe.cross_entropy < math.inf:
         raise TrainingError(f"--cross-entropy must be 0 or more, got {recipe.cross_entropy}.")
+    if arguments.label_smoothing_factor:
+        raise TrainingError("--label_smoothing_factor: the teacher's words are learned, not the text's.")
     if arguments.fsdp:
         raise TrainingError("--fsdp: the teacher, which does not train, would not be sharded. Use DDP: without --fsdp.")
     check_devices(arguments)
@@ -179,7 +182,9 @@ def _distil(recipe: Distillation, arguments: Arguments, student: PreTrainedConfi
     # The result
     with telling_how_to_continue(trainer):
         losses = train_and_evaluate(trainer, checkpoint)
-        losses["teacher"] = DepthTrainer(trainer.teacher, arguments, depth_lr=0.0, **common).evaluate()["eval_loss"]
+        quiet = copy.copy(arguments)
+        quiet.report_to = []  # a tracker would take it for the student's
+        losses["teacher"] = DepthTrainer(trainer.teacher, quiet, depth_lr=0.0, **common).evaluate()["eval_loss"]
         result = {
             "held_out_loss": losses,
             "steps": trainer.state.global_step,

@@ -4,6 +4,7 @@ import json
 import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -73,13 +74,27 @@ class Experiment:
                     )
 
     def planned(self) -> dict[str, dict]:
-        """Return the options of the runs that can be made now and are not recorded, by name."""
-        records = read_records(self.records)
-        return {name: options for name, options in self.plan(records).items() if name not in records}
+        """Return the options of the runs that can be made now and are not recorded, by name.
 
-    def record_run(self, name: str) -> None:
-        """Measure a finished run, record it and remove it."""
-        self.add_record({"name": name} | self.measure(name, self.runs / name))
+        Raises:
+            TrainingError: a run that is recorded had other options.
+        """
+        records, waiting = read_records(self.records), {}
+        for name, options in self.plan(records).items():
+            if name not in records:
+                waiting[name] = options
+            elif records[name]["options"] != (options := json.loads(json.dumps(options))):
+                before = records[name]["options"]
+                field = next(field for field in before | options if before.get(field) != options.get(field))
+                raise TrainingError(
+                    f"{self.records}: {name} was run with {field} = {before.get(field)}, not {options.get(field)}. "
+                    "Name it otherwise, or remove its record."
+                )
+        return waiting
+
+    def record_run(self, runs: dict[str, dict], name: str) -> None:
+        """Measure a finished run, record it with its options and remove it."""
+        self.add_record({"name": name, "options": runs[name]} | self.measure(name, self.runs / name))
         shutil.rmtree(self.runs / name)
 
 
@@ -115,5 +130,5 @@ def carry_out(experiment: Experiment, jobs: int, most: int | None = None) -> Non
         names = list(runs)[: None if most is None else most - made]
         print(f"{len(runs)} runs can be made: {', '.join(runs)}", flush=True)
         sweep = Sweep(experiment.runs, {name: runs[name] for name in names}, last=(MODEL, ADAPTER))
-        run_sweep(sweep, jobs, experiment.prepare, experiment.command, experiment.record_run)
+        run_sweep(sweep, jobs, experiment.prepare, experiment.command, partial(experiment.record_run, runs))
         made += len(names)

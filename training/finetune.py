@@ -22,10 +22,10 @@ from modeling_attnres import is_depth_parameter
 from .checkpoints import begin_run, checkpoint_to_resume, describe_run, hash_file, holding_output
 from .data import Collator, read_rows
 from .loading import TrainingError, load_attnres_config, load_tokenizer, load_weights
-from .monitor import DepthMonitor
+from .monitor import DepthMonitor, experts_of
 from .options import Arguments, check_devices, check_trainer_options
 from .pipeline import naming_lost_processes
-from .pipeline_trainer import NO_PIPELINE, PipelineOptions, check_pipeline, choose_trainer
+from .pipeline_trainer import NO_PIPELINE, PipelineOptions, check_pipeline, choose_trainer, outline
 from .pretrain import MODEL
 from .trainer import DepthTrainer, save_results, telling_how_to_continue, train_and_evaluate
 
@@ -110,11 +110,7 @@ def load_model(recipe: Recipe, config: PreTrainedConfig, dtype: torch.dtype) -> 
 
 
 def lora_config(recipe: Tuning, model: PreTrainedModel, depth: bool = False) -> LoraConfig:
-    """Say what PEFT trains of this model, its depth parameters included if `depth`.
-
-    Raises:
-        TrainingError: there is nothing to train, or no experts to adapt.
-    """
+    """Say what PEFT trains of this model, its depth parameters included if `depth`."""
     # Modules are adapted by name; experts are one tensor per layer, which PEFT calls a parameter
     targets, parameters = {
         "all-linear": ("all-linear", None),
@@ -122,11 +118,6 @@ def lora_config(recipe: Tuning, model: PreTrainedModel, depth: bool = False) -> 
         "experts": ([], _expert_parameters(model)),
         "none": (DUMMY_TARGET_MODULES, None),
     }[recipe.lora]
-    # Of what was asked for, nothing may be left
-    if recipe.lora == "experts" and not parameters:
-        raise TrainingError(f"--lora experts: {recipe.model} ({model.config.model_type}) has no experts.")
-    if recipe.lora == "none" and not depth:
-        raise TrainingError("--lora none without depth parameters leaves nothing to train.")
     return LoraConfig(
         task_type="CAUSAL_LM",
         r=recipe.rank,
@@ -168,8 +159,8 @@ def _expert_parameters(model: PreTrainedModel) -> list[str]:
     )
 
 
-def check_tuning(recipe: Tuning, arguments: Arguments, config: PreTrainedConfig) -> None:
-    """Refuse numbers out of range, and what a model of this config cannot be trained with."""
+def check_tuning(recipe: Tuning, arguments: Arguments, config: PreTrainedConfig, depth: bool = False) -> None:
+    """Refuse numbers out of range, and what a model of this config cannot be trained with; `depth`: its depth, too."""
     if not 0 < recipe.held_out < 1:
         raise TrainingError(f"--held-out must lie between 0 and 1, got {recipe.held_out}.")
     if recipe.length < 2:
@@ -183,6 +174,12 @@ def check_tuning(recipe: Tuning, arguments: Arguments, config: PreTrainedConfig)
     for option, is_given in (("--dora", recipe.dora), ("--rslora", recipe.rslora)):
         if recipe.is_full and is_given:
             raise TrainingError(f"{option}: a kind of LoRA, and --lora full has none.")
+    if recipe.lora == "none" and not depth:
+        raise TrainingError("--lora none without depth parameters leaves nothing to train.")
+    if recipe.lora == "experts" and recipe.dora:
+        raise TrainingError("--dora: PEFT adapts experts by LoRA alone.")
+    if recipe.lora == "experts" and not experts_of(outline(config)):
+        raise TrainingError(f"--lora experts: {recipe.model} ({config.model_type}) has no experts.")
     check_trainer_options(arguments)
     if recipe.packed and "linear_attention" in getattr(config, "layer_types", []):
         raise TrainingError(
@@ -196,15 +193,15 @@ def check_arguments(recipe: Recipe, arguments: Arguments, stages: PipelineOption
     config = load_attnres_config(recipe.model)
     if recipe.control:
         config.attn_res_mode = "none"
-    check_tuning(recipe, arguments, config)
+    depth = has_depth(recipe, config)
+    check_tuning(recipe, arguments, config, depth)
     if not 0 <= recipe.depth_lr < math.inf:
         raise TrainingError(f"--depth-lr must be 0 or more, got {recipe.depth_lr}.")
     if recipe.is_full and recipe.quantise is not None:
         raise TrainingError(f"--quantise {recipe.quantise}: quantised weights are frozen, and --lora full trains them.")
     if recipe.quantise is not None and stages.pipeline is not None:
         raise TrainingError(f"--quantise {recipe.quantise} does not go with --pipeline.")
-    by_peft = has_depth(recipe, config) and not recipe.is_full
-    if by_peft and arguments.fsdp and arguments.fsdp_config.get("activation_checkpointing"):
+    if depth and not recipe.is_full and arguments.fsdp and arguments.fsdp_config.get("activation_checkpointing"):
         raise TrainingError(
             "fsdp_config['activation_checkpointing']: accelerate would wrap the depth parameters that PEFT trains, and "
             "PEFT could not save them. Use --activation_checkpointing True."
@@ -341,7 +338,7 @@ def make_trainer(
     if config.attn_res_mode != "none":
         probe = torch.tensor([held_out_rows[0]["input_ids"][:PROBE]])
         monitors.append(DepthMonitor(probe, moves=has_depth(recipe, config)))
-    return choose_trainer(
+    trainer = choose_trainer(
         stages,
         model,
         arguments,
@@ -351,6 +348,11 @@ def make_trainer(
         eval_dataset=held_out_rows,
         depth_lr=recipe.depth_lr,
     )
+    if getattr(config, "output_router_logits", False):
+        # Router losses are means over a batch. Trainer would add them up over the batches of a step, so here the loss
+        # is the mean of the batches' means.
+        trainer.model_accepts_loss_kwargs = False
+    return trainer
 
 
 def make_collator(tokenizer: PreTrainedTokenizerBase, config: PreTrainedConfig) -> Collator:

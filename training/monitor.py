@@ -9,7 +9,9 @@ import torch
 from torch import nn
 from transformers import TrainerCallback
 
+from conversion.inspection import site_name
 from modeling_attnres import is_depth_parameter
+from modeling_attnres.configuration_attnres import BlockLayout
 
 from .depth import SiteStatistics, mean_depth_weights, site_statistics
 
@@ -63,7 +65,7 @@ class DepthMonitor(Monitor):
         }
         self.measurements += 1
         self._warn_of_queries(step, name, norms)
-        self._warn_of_sites(step, statistics)
+        self._warn_of_sites(step, statistics, model.config.attn_res_layout)
         return {
             f"depth/{name}_norm_mean": norms.mean().item(),
             f"depth/{name}_norm_max": norms.max().item(),
@@ -87,12 +89,12 @@ class DepthMonitor(Monitor):
                 "--depth-lr (of pretrain: --depth-lr-factor), and check that the depth parameters are trained.",
             )
 
-    def _warn_of_sites(self, step: int, statistics: dict[int, SiteStatistics]) -> None:
+    def _warn_of_sites(self, step: int, statistics: dict[int, SiteStatistics], layout: BlockLayout) -> None:
         for site, of_site in statistics.items():
             if of_site.largest > self.collapsed:
                 self._warn(
                     f"site {site}",
-                    f"At step {step} site {site} (decoder layer {site // 2}) puts {of_site.largest:.4f} of its weight "
+                    f"At step {step} site {site} ({site_name(site, layout)}) puts {of_site.largest:.4f} of its weight "
                     "on one source. Try a lower --depth-lr (of pretrain: --depth-lr-factor), or a longer warmup.",
                 )
 

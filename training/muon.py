@@ -18,7 +18,7 @@ class MuonWithAdamW(Optimizer):
 
     def __init__(self, groups: list[dict], muon: Muon, adamw: AdamW):
         self.muon, self.adamw = muon, adamw
-        super().__init__(groups, {})
+        super().__init__(groups, {"lr": adamw.defaults["lr"]})  # which some schedules read
 
     def add_param_group(self, group: dict) -> None:
         """Add a group, which has the settings of its optimiser but for those that it says itself."""
@@ -46,7 +46,9 @@ class MuonWithAdamW(Optimizer):
         for parameter in group["params"]:
             if parameter.grad is None:
                 continue
-            momentum = self.state[parameter].setdefault("momentum_buffer", torch.zeros_like(parameter))
+            if "momentum_buffer" not in self.state[parameter]:
+                self.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
+            momentum = self.state[parameter]["momentum_buffer"]
             views = [
                 [tensor] if tensor.ndim == 2 else tensor.unbind()
                 for tensor in (parameter.detach(), parameter.grad, momentum)

@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 import yaml
 from torch import nn
-from transformers import HfArgumentParser, Trainer, TrainingArguments
+from transformers import HfArgumentParser, Trainer, TrainingArguments, get_scheduler
 
 from common.errors import reading
 from common.files import check_file
@@ -18,6 +18,12 @@ from conversion.checkpoint import read_json
 from .loading import TrainingError
 
 
+REFUSED = {
+    "bf16_full_eval": "it would round the weights that are saved",
+    "fp16_full_eval": "it would round the weights that are saved",
+    "save_only_model": "no run could go on from such checkpoints",
+    "deepspeed": "not supported; --fsdp shards the model, the gradients and the optimiser's state",
+}
 COUNTS = ("per_device_train_batch_size", "per_device_eval_batch_size", "gradient_accumulation_steps")
 
 
@@ -87,11 +93,32 @@ def check_trainer_options(arguments: Arguments) -> None:
     for name in COUNTS:
         if getattr(arguments, name) < 1:
             raise TrainingError(f"--{name} must be at least 1, got {getattr(arguments, name)}.")
+    for name, reason in REFUSED.items():
+        if getattr(arguments, name):
+            raise TrainingError(f"--{name}: {reason}.")
+    if arguments.resume_from_checkpoint and sampling_of(arguments) == "group_by_length":
+        raise TrainingError(
+            "--resume: with --train_sampling_strategy group_by_length rows would come in another order."
+        )
     if arguments.metric_for_best_model not in (None, "loss", "eval_loss"):
         raise TrainingError(f"--metric_for_best_model {arguments.metric_for_best_model}: only 'loss' is measured.")
     with reading("an option of the optimiser"):  # as it checks them itself
         optimiser, settings = Trainer.get_optimizer_cls_and_kwargs(arguments)
-        optimiser([nn.Parameter(torch.zeros(1))], **settings)
+        made = optimiser([nn.Parameter(torch.zeros(1))], **settings)
+    steps = arguments.max_steps if arguments.max_steps > 0 else 1000  # of so many epochs it is not known yet
+    with reading(f"--lr_scheduler_type {arguments.lr_scheduler_type.value}"):
+        get_scheduler(
+            arguments.lr_scheduler_type,
+            made,
+            arguments.get_warmup_steps(steps),
+            steps,
+            scheduler_specific_kwargs=arguments.lr_scheduler_kwargs,
+        )
+
+
+def sampling_of(arguments: TrainingArguments) -> str:
+    """Return in which order rows come, of which older releases have no choice."""
+    return str(getattr(arguments, "train_sampling_strategy", "random"))
 
 
 def check_devices(arguments: Arguments) -> None:

@@ -13,13 +13,14 @@ from torch import nn
 from torch.utils.data import DataLoader
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME
+from transformers.trainer_pt_utils import AcceleratorConfig
 
 from common.errors import reading
 from modeling_attnres import is_depth_parameter
 
 from .loading import TrainingError
 from .monitor import Monitor
-from .options import Arguments
+from .options import Arguments, sampling_of
 from .pipeline import SCHEDULES, Pipeline
 from .pipeline_cut import cut_layers, layout_of
 from .pipeline_files import restore_weights, save_weights
@@ -78,6 +79,10 @@ def check_pipeline(options: PipelineOptions, config: PreTrainedConfig, arguments
     for name in ELSEWHERE:
         if getattr(arguments, name):
             raise TrainingError(f"--{name} does not go with --pipeline.")
+    if sampling_of(arguments) not in ("random", "sequential"):  # others give each process rows of its own
+        raise TrainingError(f"--train_sampling_strategy {sampling_of(arguments)} does not go with --pipeline.")
+    if arguments.accelerator_config != AcceleratorConfig():
+        raise TrainingError("--accelerator_config does not go with --pipeline.")
     if arguments.gradient_accumulation_steps != 1:
         raise TrainingError("--gradient_accumulation_steps does not go with --pipeline, which has --microbatches.")
     launched = int(os.environ.get("WORLD_SIZE", 1))

@@ -72,7 +72,8 @@ class Pretraining:
     )
     length: int = field(default=512, metadata={"help": "The number of tokens per row."})
     held_out: float = field(
-        default=0.01, metadata={"help": "The share of documents, every 1/share-th, that measure the held-out loss."}
+        default=0.01,
+        metadata={"help": "The share of documents, every (1 / share)-th, rounded, that measure the held-out loss."},
     )
     shards: Path | None = field(
         default=None,
@@ -126,6 +127,8 @@ def check_arguments(
     if recipe.muon and arguments.optim not in ("adamw_torch", "adamw_torch_fused"):
         raise TrainingError(f"--muon goes with --optim adamw_torch or adamw_torch_fused, got {arguments.optim.value}.")
     check_trainer_options(arguments)
+    if recipe.muon and arguments.fsdp and experts_of(outline(config)):
+        raise TrainingError("--muon does not go with --fsdp for a mixture of experts: sharded experts are no matrices.")
     check_devices(arguments)
     check_pipeline(stages, config, arguments)
     return config
@@ -184,7 +187,8 @@ def _pretrain(recipe: Pretraining, arguments: Arguments, stages: PipelineOptions
     )
     if stages.pipeline is not None:  # no process keeps the whole model; this is for what is counted
         model = outline(config)
-    # Rows are equally long: the mean of their means, which experts' router losses go with, is that over all tokens
+    # Rows are equally long: the mean of batches' means, which experts' router losses go with, is that over all tokens
+    # (but where a step accumulates an epoch's last, shorter batch, whose rows count for more)
     trainer.model_accepts_loss_kwargs = False
     if arguments.should_save:
         begin_run(output, resume, run, checkpoint)

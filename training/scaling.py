@@ -23,6 +23,7 @@ from common.files import check_file, complete_or_absent, files_below
 from conversion.checkpoint import read_json
 from modeling_attnres import is_depth_parameter
 
+from .checkpoints import finite_or_null
 from .loading import TrainingError
 from .pictures import draw_scaling
 
@@ -141,12 +142,20 @@ def count_flops_per_token(config: PreTrainedConfig, parameters: int, length: int
     """Count the operations that training on a token takes: 6 a parameter, and those of full attention.
 
     Those are 12 · length · width of all heads in each layer: two products, each forward and twice backward, over all
-    positions. What linear and depth attention take is left out, as it grows with neither length nor parameters.
+    positions, or over the window of a layer that has one. What linear and depth attention take is left out, as it grows
+    with neither length nor parameters.
     """
-    types = getattr(config, "layer_types", None) or ["full_attention"] * config.num_hidden_layers
+    window = getattr(config, "sliding_window", None)
+    usual = "full_attention" if window is None else "sliding_attention"
+    types = getattr(config, "layer_types", None) or [usual] * config.num_hidden_layers
+    positions = {
+        "full_attention": length,
+        "sliding_attention": min(length, window or length),
+        "chunked_attention": min(length, getattr(config, "attention_chunk_size", None) or length),
+    }
     heads = config.num_attention_heads
     of_head = getattr(config, "v_head_dim", None) or getattr(config, "head_dim", None) or config.hidden_size // heads
-    return 6 * parameters + 12 * length * heads * of_head * types.count("full_attention")
+    return 6 * parameters + 12 * heads * of_head * sum(positions.get(kind, 0) for kind in types)
 
 
 def describe_run(model: PreTrainedModel, length: int, tokens: int, seed: int, loss: float) -> dict:
@@ -397,15 +406,6 @@ def write_scaling(scaling: dict, output: Path) -> None:
     with complete_or_absent(output) as folder:
         (folder / "scaling.json").write_text(json.dumps(finite_or_null(scaling), indent=1) + "\n")
         draw_scaling(scaling, folder / "scaling.png")
-
-
-def finite_or_null(content: object) -> object:
-    """Replace what JSON has no number for, infinity and NaN, by null."""
-    if isinstance(content, dict):
-        return {name: finite_or_null(value) for name, value in content.items()}
-    if isinstance(content, list | tuple):
-        return [finite_or_null(value) for value in content]
-    return None if isinstance(content, float) and not math.isfinite(content) else content
 
 
 def print_scaling(scaling: dict) -> None:

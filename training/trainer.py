@@ -19,11 +19,14 @@ from common.errors import describe, reading
 from common.files import complete_or_absent, whole_file
 from modeling_attnres import is_depth_parameter
 
-from .checkpoints import COMPLETE, RECIPE, last_complete_checkpoint, writing
+from .checkpoints import COMPLETE, RECIPE, finite_or_null, last_complete_checkpoint, writing
 from .data import IGNORED
 from .loading import TrainingError
 from .monitor import Monitor
 from .muon import make_muon
+
+
+LOSSES = ("loss", "eval_loss")  # what the log calls that of training, and that of held-out rows
 
 
 class DepthTrainer(Trainer):
@@ -73,7 +76,7 @@ class DepthTrainer(Trainer):
         """Add what the monitors measure to the log of a training loss; stop at a loss that is not finite."""
         loss = logs.get("loss", logs.get("eval_loss", 0.0))
         if not math.isfinite(loss):
-            self.control.should_training_stop = True
+            self.control.should_training_stop, self.control.should_save = True, False
             warnings.warn(
                 f"The loss at step {self.state.global_step} is {loss}. Training stops. Try a lower --learning_rate, "
                 "--depth-lr or --depth-lr-factor, --warmup_steps, --max_grad_norm 1, or bf16 in place of fp16.",
@@ -88,6 +91,14 @@ class DepthTrainer(Trainer):
         """Take no further step where a run is resumed from its last one, as Trainer would."""
         if self.state.global_step < self.state.max_steps:
             super()._run_epoch(*args, **kwargs)
+
+    def get_eval_dataloader(self, *args, **kwargs):
+        """Give all held-out rows: `dataloader_drop_last` is about batches to train on."""
+        given, self.args.dataloader_drop_last = self.args.dataloader_drop_last, False
+        try:
+            return super().get_eval_dataloader(*args, **kwargs)
+        finally:
+            self.args.dataloader_drop_last = given
 
     def evaluation_loop(self, *args, metric_key_prefix: str = "eval", **kwargs):
         """Give the mean over all learned tokens: Trainer's own is the mean of batches, and depends on their size."""
@@ -166,15 +177,21 @@ def train_and_evaluate(trainer: Trainer, checkpoint: Path | None) -> dict[str, f
     """Train, from a checkpoint on where there is one; returns the held-out loss `before` and `after`.
 
     Raises:
-        TrainingError: the loss is not finite afterwards.
+        TrainingError: training ended early, or the loss is not finite afterwards.
     """
     # Trainer measures it, not `evaluate()` before `train()`: that would leave the model without DDP or FSDP
     trainer.args.eval_on_start = checkpoint is None
     trainer.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))
     before = next(entry["eval_loss"] for entry in trainer.state.log_history if "eval_loss" in entry)
-    after = trainer.evaluate()["eval_loss"]
+    step, steps = trainer.state.global_step, trainer.state.max_steps
+    if step == steps:
+        after = trainer.evaluate()["eval_loss"]
+    else:  # a loss or a signal ended it
+        *_, after = (entry[name] for entry in trainer.state.log_history for name in LOSSES if name in entry)
     if not math.isfinite(after):
-        raise TrainingError(f"The held-out loss ended at {after}: nothing was saved. Try a lower --learning_rate.")
+        raise TrainingError(f"The loss ended at {after}, after step {step} of {steps}. Try a lower --learning_rate.")
+    if step < steps:
+        raise TrainingError(f"Training ended after step {step} of {steps}. Continue with --resume.")
     return {"before": before, "after": after}
 
 
@@ -201,7 +218,7 @@ def save_records(
         tokenizer.save_pretrained(folder)
     (folder / RECIPE).write_text(json.dumps(run, indent=1) + "\n")
     with whole_file(target.with_name("result.json")) as file:
-        file.write_text(json.dumps(result, indent=1) + "\n")
+        file.write_text(json.dumps(finite_or_null(result), indent=1) + "\n")
 
 
 @contextlib.contextmanager

@@ -1,5 +1,6 @@
 """Data in shards: what is read, by line and row; the same whatever happened on the way; never all of it in memory."""
 
+import itertools
 import json
 import os
 import subprocess
@@ -165,6 +166,25 @@ def test_a_data_set_of_the_hub_is_streamed(monkeypatch):
 
     monkeypatch.setattr(corpus, "load_dataset", load_dataset)
     assert list(stream_texts("owner/texts")) == [("owner/texts, row 1", "one"), ("owner/texts, row 2", "two")]
+
+
+@pytest.mark.parametrize(
+    ("source", "expected"),
+    [("owner/texts", True), ("owner/texts-1.0", True), ("data/texts.jsonl", False), ("a/b/texts", False)],
+)
+def test_what_is_not_here_and_no_file_is_a_data_set_of_the_hub(source, expected):
+    assert corpus.is_on_hub(source) is expected
+
+
+def test_a_tokenizer_needs_no_more_than_the_beginning_of_the_hubs(tmp_path, monkeypatch):
+    def load_dataset(name, split, streaming):
+        return ({"text": f"text number {number}"} for number in itertools.count())
+
+    monkeypatch.setattr(corpus, "load_dataset", load_dataset)
+    monkeypatch.setattr(corpus, "TOKENIZER_TEXT", 1000)
+    monkeypatch.setattr(corpus, "_tokenise", lambda *args, **kwargs: None)  # which would read all
+    made = prepare(["owner/texts"], tmp_path / "shards", None, vocab_size=300)
+    assert "number" in "".join(made.tokenizer.get_vocab())
 
 
 def test_a_trained_tokenizer_is_the_same_again_and_reads_every_byte(tmp_path):

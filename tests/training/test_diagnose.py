@@ -89,6 +89,10 @@ def test_a_second_model_and_an_adapter(save_model, text, tmp_path, text_file):
     diagnose(model, "--output", output, "--text", text, "--adapter", tmp_path / "tuned/adapter", "--against", model)
     found = json.loads((output / "diagnosis.json").read_text())
     assert found["adapter"] == str(tmp_path / "tuned/adapter")
+    magnitudes = found["by layer"]["output magnitude"]
+    adapted, alone = magnitudes.values()
+    assert list(magnitudes) == [f"{model} with {tmp_path / 'tuned/adapter'}", str(model)]
+    assert adapted != alone
     diagnose(model, "--output", tmp_path / "plain", "--text", text)
     assert json.loads((tmp_path / "plain/diagnosis.json").read_text())["weights"] != found["weights"]
 
@@ -113,4 +117,5 @@ def test_what_cannot_be_diagnosed(save_model, text_file, text, tmp_path):
     refused("is an adapter, expected a model", model, *text, "--against", tmp_path / "tuned/adapter")
     small = save_model("Qwen3Moe", vocab_size=20)
     refused("the token 95|the token .*, but .* has embeddings for 20", small, *text)
+    refused("is the model itself", model, *text, "--against", model)
     refused("has embeddings for 20", model, *text, "--against", small)

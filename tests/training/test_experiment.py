@@ -47,7 +47,8 @@ def experiment(tmp_path):
 
 
 def lines(experiment):
-    return list(read_records(experiment.records).values())
+    records = read_records(experiment.records).values()
+    return [{name: value for name, value in record.items() if name != "options"} for record in records]
 
 
 def test_runs_are_made_as_planned_recorded_and_removed(experiment):
@@ -97,6 +98,13 @@ def test_runs_of_other_data_or_options_are_not_added(experiment):
     with pytest.raises(UserError, match=f"another data.txt: {digest}, not [0-9a-f]{{64}}. Move it away"):
         carry_out(experiment, jobs=1)
     assert experiment.records.read_bytes() == before
+
+
+def test_a_recorded_run_of_other_options_is_not_taken_for_the_planned_one(experiment):
+    carry_out(experiment, jobs=1, most=1)
+    changed = dataclasses.replace(experiment, plan=lambda records: {"first_3": {"seed": 4}})
+    with pytest.raises(UserError, match="first_3 was run with seed = 3, not 4"):
+        carry_out(changed, jobs=1)
 
 
 def test_the_interval_is_that_of_a_paired_t_test():

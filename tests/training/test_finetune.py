@@ -2,6 +2,7 @@
 
 import errno
 import json
+import math
 import shutil
 import subprocess
 import sys
@@ -18,9 +19,11 @@ from demo.weights import smollm2
 from tests.families import BY_NAME, FAMILIES, tokens
 from tests.oracle import relative_error
 from tests.training import conftest, tokenization_words
+from training.checkpoints import all_checkpoints
 from training.data import hold_out, read_documents
 from training.finetune import Recipe, check_arguments, finetune_model
 from training.loading import TrainingError
+from training.monitor import DepthMonitor
 from training.options import Arguments
 
 from .conftest import refused, succeed, words
@@ -285,11 +288,60 @@ def test_the_held_out_loss_is_that_of_a_token_whatever_the_batches(flag, save_mo
 def test_a_run_that_diverges_saves_nothing(save_model, text_file, tmp_path):
     with pytest.warns(UserWarning, match="Training stops"):
         refused(
-            "The held-out loss ended at nan: nothing was saved",
+            "The loss ended at nan, after step",
             *command(save_model(), text_file, tmp_path / "out", learning_rate=1e30, max_grad_norm=0),
         )
     assert not (tmp_path / "out/adapter").exists()
     assert not (tmp_path / "out/result.json").exists()
+
+
+def test_a_run_that_is_ended_early_goes_on(save_model, text_file, tmp_path, monkeypatch):
+    """As when a signal ends it after a checkpoint: it is not taken for finished."""
+
+    def end(self, args, state, control, **kwargs):
+        control.should_training_stop = state.global_step == 2
+
+    how = {"save_strategy": "steps", "save_steps": 1, "max_steps": 4}
+    given = command(save_model(), text_file, tmp_path / "out", **how)
+    with monkeypatch.context() as ended:
+        ended.setattr(DepthMonitor, "on_step_end", end)
+        refused("Training ended after step 2 of 4. Continue with --resume", *given)
+    assert not (tmp_path / "out/adapter").exists()
+    succeed(*given, "--resume")
+    assert json.loads((tmp_path / "out/result.json").read_text())["steps"] == 4
+
+
+def test_a_checkpoint_has_no_weights_of_a_step_whose_loss_was_not_finite(save_model, text_file, tmp_path):
+    how = {"save_strategy": "steps", "save_steps": 1, "learning_rate": 1e30, "max_grad_norm": 0}
+    with pytest.warns(UserWarning, match="Training stops"):
+        refused("The loss ended at nan", *command(save_model(), text_file, tmp_path / "out", **how))
+    log = json.loads((all_checkpoints(tmp_path / "out")[-1] / "trainer_state.json").read_text())["log_history"]
+    assert all(math.isfinite(loss) for loss in losses({"log": log}))
+
+
+def test_every_held_out_row_is_measured_whatever_batches_drop(save_model, text_file, tmp_path):
+    model, how = save_model(), {"max_steps": 1, "per_device_eval_batch_size": 4}
+    found = [
+        run(model, text_file, tmp_path / f"out{drop}", "--held-out", "0.2", dataloader_drop_last=drop, **how)
+        for drop in (False, True)
+    ]
+    assert found[0]["rows"]["held_out"] % 4 != 0
+    assert found[0]["held_out_loss"]["before"] == found[1]["held_out_loss"]["before"]
+
+
+def test_router_losses_count_once_whatever_a_step_accumulates(save_model, text_file, tmp_path):
+    """The loss of a step is the mean of its batches' losses, router losses included, as the base has them."""
+    fields = {"output_router_logits": True, "router_aux_loss_coef": 10.0}
+    model, how = save_model("Mixtral", **fields), {"max_steps": 1, "train_sampling_strategy": "sequential"}
+    of_steps = [
+        losses(run(model, text_file, tmp_path / name, per_device_train_batch_size=1, **(how | more)))
+        for name, more in {
+            "alone": {"max_steps": 2, "learning_rate": 0, "depth_lr": 0},
+            "together": {"gradient_accumulation_steps": 2},
+        }.items()
+    ]
+    assert of_steps[0][0] > 10
+    assert of_steps[1] == pytest.approx([sum(of_steps[0]) / 2], rel=1e-4)
 
 
 def test_processes_that_would_not_train_together_are_refused(save_model, text_file, tmp_path, monkeypatch):

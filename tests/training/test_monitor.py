@@ -69,7 +69,7 @@ def test_a_site_that_collapses(tmp_path):
     with torch.no_grad():
         model.model.attn_res.query[7] = 1e3 * torch.randn(32, generator=torch.Generator().manual_seed(0))
         monitor = DepthMonitor(tokens(batch=1, length=1))
-    with pytest.warns(UserWarning, match=r"site 7 \(decoder layer 3\) puts 1\.0000 of its weight on one source"):
+    with pytest.warns(UserWarning, match=r"site 7 \(layer 3 MLP\) puts 1\.0000 of its weight on one source"):
         train(tmp_path, model, monitor, steps=1)
 
 

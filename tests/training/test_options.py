@@ -6,8 +6,9 @@ from pathlib import Path
 
 import pytest
 
+from common.errors import UserError
 from training.__main__ import finetune_options
-from training.finetune import Recipe
+from training.finetune import Recipe, check_arguments
 from training.options import Arguments
 
 from .conftest import refused, succeed
@@ -145,6 +146,25 @@ def test_options_that_are_wrong_are_refused_in_one_line():
     refused("argument --depth_lr/--depth-lr: invalid float", "finetune", *needed, "--depth-lr", "fast")
     refused("unknown: --max_step 3", "finetune", *needed, "--max_step", 3)  # no abbreviations
     refused("unknown: stray", "finetune", *needed, "--dora", "True", "stray")
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--bf16-full-eval", True, "--use-cpu", True], "--bf16_full_eval: it would round the weights that are saved"),
+        (["--save-only-model", True], "--save_only_model: no run could go on from such checkpoints"),
+        (["--resume", True, "--train-sampling-strategy", "group_by_length"], "rows would come in another order"),
+        (["--lr-scheduler-type", "warmup_stable_decay"], "--lr_scheduler_type warmup_stable_decay .*num_decay_steps"),
+        (["--lr-scheduler-kwargs", '{"min_rate": 0.1}'], "--lr_scheduler_type linear .*min_rate"),
+        (["--lora", "experts"], "has no experts"),
+        (["--lora", "experts", "--dora", True], "--dora: PEFT adapts experts by LoRA alone"),
+        (["--lora", "none", "--no-depth"], "leaves nothing to train"),
+    ],
+)
+def test_what_would_fail_late_is_refused_before_data_is_read(options, message, save_model, tmp_path):
+    given = ["--model", save_model(), "--data", tmp_path / "missing.txt", "--output", tmp_path / "out", *options]
+    with pytest.raises(UserError, match=message):
+        check_arguments(*parse(*given))
 
 
 def test_the_options_of_another_program_are_not_read(tmp_path, monkeypatch):

@@ -255,6 +255,8 @@ def test_options_that_cannot_work_are_refused(flags, message, save_config, text_
         (["--pipeline", 2], "a multiple of that as processes; torchrun started 1"),
         (["--pipeline", 2, "--quantise", "4bit"], "--quantise 4bit does not go with --pipeline"),
         (["--pipeline", 2, "--label-smoothing-factor", 0.1], "--label_smoothing_factor does not go with --pipeline"),
+        (["--pipeline", 2, "--train-sampling-strategy", "batch_rebalance"], "batch_rebalance does not go with"),
+        (["--pipeline", 2, "--accelerator-config", '{"even_batches": false}'], "--accelerator_config does not go with"),
         (["--microbatches", 2], "go with --pipeline"),
     ],
 )

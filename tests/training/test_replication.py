@@ -72,3 +72,6 @@ def test_the_report_pairs_seeds_at_the_best_rates():
     assert found["loss"] == pytest.approx(np.mean([one for one, _ in pairs]))
     assert found["difference"] == pytest.approx((low + high) / 2)
     assert found["half of the interval"] == pytest.approx((high - low) / 2)
+    # Until the baseline's best rate is known there is nothing to compare with
+    first = {name: record for name, record in records.items() if name != run_name("none", 0.012, 0)}
+    assert "none" not in runs_at_best_rate(first, EXPERIMENT)

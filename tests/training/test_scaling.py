@@ -320,6 +320,17 @@ def test_linear_attention_is_not_counted():
     assert count_flops_per_token(config, 100, 8) == expected
 
 
+def test_a_window_bounds_what_attention_takes():
+    config = families.BY_NAME["Llama"].causal_lm().config
+    config.sliding_window = 5  # as Mistral has it: of all layers
+    width = config.num_attention_heads * config.head_dim
+    for length in (3, 8):
+        expected = 600 + 12 * min(length, 5) * width * config.num_hidden_layers
+        assert count_flops_per_token(config, 100, length) == expected
+    config.layer_types = ["sliding_attention", "full_attention"] + ["linear_attention"] * (config.num_hidden_layers - 2)
+    assert count_flops_per_token(config, 100, 8) == 600 + 12 * (5 + 8) * width
+
+
 def test_modes_take_the_same_compute():
     described = [
         describe_run(families.BY_NAME["Llama"].causal_lm(attn_res_mode=mode), length=8, tokens=100, seed=1, loss=2.0)

@@ -13,7 +13,8 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from common.errors import run_command
+from common.errors import AnswerIsNo, run_command
+from common.files import whole_file
 from training.experiment import paired_interval, read_records
 from training.pictures import draw_by_layer, draw_depth_weights, draw_losses
 
@@ -96,10 +97,14 @@ def draw(chosen: dict[str, dict[int, dict]]) -> None:
 def main() -> None:
     """Compare the runs in runs.jsonl with the baseline: print tables, write results.json and pictures beside it."""
     records, experiment = read_records(HERE / "runs.jsonl"), read_experiment()
-    chosen = runs_at_best_rate(records, experiment)
+    console, chosen = Console(width=120), runs_at_best_rate(records, experiment)
+    console.print(make_rates_table(losses_by_rate(records, experiment["seeds"][0])))
+    if BASELINE not in chosen:
+        raise AnswerIsNo(f"There is nothing to compare with: the best rate of {BASELINE!r} is not known yet.")
     results = {arm: compare(runs, chosen[BASELINE]) for arm, runs in chosen.items()}
-    Console(width=120).print(make_rates_table(losses_by_rate(records, experiment["seeds"][0])), make_table(results))
-    (HERE / "results.json").write_text(json.dumps(results, indent=1) + "\n")
+    console.print(make_table(results))
+    with whole_file(HERE / "results.json") as file:
+        file.write_text(json.dumps(results, indent=1) + "\n")
     draw(chosen)
 
 

@@ -189,7 +189,7 @@ def main(
         WORK / "runs",
         command=FINETUNE,
         data=[WORK / f"{part}.jsonl" for part in ("train", *PARTS)],
-        options=settings["options"],
+        options=settings["options"] | {name: settings[name] for name in ("source", "forms", "blocks")},
         plan=plan_runs,
         prepare=lambda given: check_arguments(*parser.parse(given)),
         measure=measure_run,

@@ -11,6 +11,7 @@ from rich.console import Console
 from rich.table import Table
 
 from common.errors import run_command
+from common.files import whole_file
 from training.experiment import paired_interval, read_records
 
 from .experiment import HELD_OUT, PLAIN, SOURCE, UNLIKE, read_experiment
@@ -83,7 +84,8 @@ def main() -> None:
         f"{len(results)} arms against plain training; ±: half of a 95 % interval, of which by chance alone one in 20 "
         f"leaves zero out. There are {4 * len(results)} here."
     )
-    (HERE / "results.json").write_text(json.dumps(results, indent=1) + "\n")
+    with whole_file(HERE / "results.json") as file:
+        file.write_text(json.dumps(results, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -11,6 +11,7 @@ from rich.console import Console
 from rich.table import Table
 
 from common.errors import run_command
+from common.files import whole_file
 from training.diagnose import diagnose_model
 
 
@@ -51,7 +52,8 @@ def main(work: Path) -> None:
             ", ".join(f"{one - other:+.4f}" for one, other in zip(after, with_lora)),
         )
     Console(width=110).print(table)
-    (HERE / "results.json").write_text(json.dumps(results, indent=1) + "\n")
+    with whole_file(HERE / "results.json") as file:
+        file.write_text(json.dumps(results, indent=1) + "\n")
     # Pictures before and after training
     for name, adapter in (("before", None), ("after", Path("lora-and-depth-1/adapter"))):
         with tempfile.TemporaryDirectory() as folder:
