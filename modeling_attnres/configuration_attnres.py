@@ -307,9 +307,9 @@ class AttnResConfigMixin:
 
     @property
     def attn_res_implementation(self) -> str:
-        """How to read over depth: `"auto"`, or the name of a reader (`"eager"`, `"training"`, `"two_phase"`, or one
-        that `register_depth_reader` was given). Like `attn_implementation` a matter of the process, not of the
-        checkpoint: it can be set at load or later, and is not saved."""
+        """How to read over depth: `"auto"`, or the name of a reader (`"eager"`, `"training"`, `"two_phase"`,
+        `"general"`, or one that `register_depth_reader` was given). Like `attn_implementation` a matter of the process,
+        not of the checkpoint: it can be set at load or later, and is not saved."""
         return self._attn_res_implementation
 
     @attn_res_implementation.setter

@@ -205,7 +205,11 @@ class DepthAttention(nn.Module):
         The norm's weight only ever appears in the product w · (γ ⊙ x / rms(x)), so it is folded into the query, and so
         is the √D between |x| and rms(x). With heads the queries are `[S, H, E]`.
         """
-        given = self._parameters
+        # Attributes, for what wraps a module may keep its parameters elsewhere
+        names = ("query", "norm", "query_down", "query_up", "static", "null", "gate")
+        given = {name: tensor for name in names if (tensor := getattr(self, name, None)) is not None}
+        if hasattr(self, "unshard"):  # FSDP2 has made it a module of its own, and frees parameters when this returns
+            given = {name: tensor.clone() for name, tensor in given.items()}
         root, heads = self.hidden_size**0.5, self.form.heads
         queries_SD, key_gains_SD, gates_SH = given.get("query"), given.get("norm"), given.get("gate")
         if queries_SD is not None:
@@ -312,7 +316,7 @@ class DepthReader:
         self.dtype = embedding_BTD.dtype
         self.parameters = self.parameters.to(embedding_BTD.device, statistics_dtype(self.dtype))
         width = embedding_BTD.shape[-1]
-        self.scaled_eps = embedding_BTD.new_tensor(width * self.eps, dtype=statistics_dtype(self.dtype))
+        self.scaled_eps = embedding_BTD.new_full((), width * self.eps, dtype=statistics_dtype(self.dtype))
 
     @property
     def queries_SD(self) -> torch.Tensor:

@@ -145,6 +145,12 @@ def general_weights(logits_BTHN: torch.Tensor, form: DepthForm, intervention: to
     if intervention is not None:
         if intervention.dim() == 3:  # [B, T, N], for every head
             intervention = intervention.unsqueeze(-2)
+        given, needed = intervention.shape, logits_BTHN.shape
+        if any(have not in (1, want) for have, want in zip(reversed(given), reversed(needed))):
+            raise ValueError(
+                f"An intervention of the shape {list(given)} does not fit this pass: expected [B, T, H, sources] = "
+                f"{list(needed)}, or 1 in place of B, T or H."
+            )
         if intervention.dtype != torch.bool:
             return intervention.to(logits_BTHN.dtype).expand_as(logits_BTHN)
         mask = intervention
@@ -169,6 +175,7 @@ def depth_interventions(model: nn.Module, interventions: dict[int, torch.Tensor]
             bool, `True` where the source may be read (a softmax gives its weight to the others), or floating point, the
             weights to use in place of the model's. `[sources]` is for every token, so `generate` goes with it; else
             `[B, T, sources]`, with several heads `[B, T, H, sources]`. Within another such context these alone hold.
+            They are the model's while the context lasts: passes of other threads are changed, too.
 
     Raises:
         ValueError: there is no such site, it reads another number of sources, all are hidden, or weights are not
@@ -185,7 +192,8 @@ def depth_interventions(model: nn.Module, interventions: dict[int, torch.Tensor]
         with depth_interventions(model, {1: without_embedding}):
             print(model(ids, labels=ids).loss)
     """
-    decoder = next((module for module in model.modules() if hasattr(module, "attn_res_layout")), None)
+    # Wrappers have the attributes of what they hold, too
+    decoder = next((module for module in model.modules() if "attn_res_layout" in vars(module)), None)
     if decoder is None:
         raise ValueError(f"{type(model).__name__} has no depth attention to intervene in.")
     layout = decoder.attn_res_layout

@@ -87,10 +87,13 @@ class TrainingRead(torch.autograd.Function):
         # ∂z_i = α_i (∂α_i - Σ_j α_j ∂α_j)
         mean_BT1 = (weights_BTN * grad_weights_BTN).sum(-1, keepdim=True)
         grad_logits_BTN = weights_BTN * (grad_weights_BTN - mean_BT1)
-        # ∂s_i = α_i g, of the sources whose gradient is asked for
+        # ∂s_i = α_i g, of the sources whose gradient is asked for: complete for a block, not yet for the running sum
+        dtypes = [source_BTD.dtype for source_BTD in sources_BTD]
+        if ctx.has_running_sum:
+            dtypes[-1] = grad_weights_BTN.dtype
         grads_BTD = [
-            grad_BTD * weights_BTN[..., index : index + 1] if needed else None
-            for index, needed in enumerate(needs_sources)
+            (grad_BTD * weights_BTN[..., index : index + 1]).to(dtype) if needed else None
+            for index, (needed, dtype) in enumerate(zip(needs_sources, dtypes))
         ]
         grad_running_sum_BTD = grad_query_D = None
         if ctx.has_running_sum:
@@ -113,7 +116,6 @@ class TrainingRead(torch.autograd.Function):
                 grad_running_sum_BTD.addcmul_(factor_BT1, running_sum_BTD, value=-1)
                 grad_running_sum_BTD = grad_running_sum_BTD.to(running_sum_BTD.dtype)
         # A gradient per argument of forward, in their order; scaled_eps has none.
-        grads_BTD = [None if grad is None else grad.to(source.dtype) for grad, source in zip(grads_BTD, sources_BTD)]
         return grad_running_sum_BTD, grad_query_D, None, grad_logits_BTN if needs_logits else None, *grads_BTD
 
 
@@ -176,7 +178,7 @@ class TwoPhaseReader(DepthReader):
         if self._values_NMD is None:
             self._shape, num_sites = block_BTD.shape, self.layout.num_sites
             count = self.layout.closed_blocks(num_sites - 1)
-            self._values_NMD = block_MD.new_empty(count, *block_MD.shape)
+            self._values_NMD = block_MD.new_empty(count, *block_MD.shape, dtype=self.dtype)
             self._logits_NMS = self.scaled_eps.new_empty(count, block_MD.shape[0], num_sites)
         self._values_NMD[self.num_blocks] = block_MD  # a sum is rounded once, when it is complete
         logits_BTS = source_logits(block_BTD, self.queries_SD, self.scaled_eps)

@@ -16,6 +16,7 @@ Shapes: B batch, T tokens, D hidden size.
 import functools
 import inspect
 import sys
+import threading
 from collections.abc import Callable
 from dataclasses import make_dataclass
 
@@ -71,9 +72,10 @@ class AttnResDecoderLayerMixin:
     reads: dict[str, tuple[int, float]]
 
     def __init_subclass__(cls, **kwargs):
+        forward = cls.__dict__.get("forward", AttnResDecoderLayerMixin.forward)
         super().__init_subclass__(**kwargs)
         # Releases of transformers put checkpointing around `forward` here, or around `__call__`: ours is in `forward`.
-        cls.forward = AttnResDecoderLayerMixin.forward
+        cls.forward = forward
 
     def __call__(self, hidden_states: torch.Tensor, *args, depth_pass: DepthPass | None = None, **kwargs):
         """Run the layer with its hooks; the last one returns what the final norm reads, made of what hooks left."""
@@ -247,7 +249,7 @@ class AttnResPreTrainedModelMixin:
             result[name] = outputs[name]
         return result if return_dict else result.to_tuple()
 
-    def save_pretrained(self, save_directory, **kwargs) -> None:
+    def save_pretrained(self, save_directory, *args, **kwargs) -> None:
         """Save as the base does; the config names the remote code of every Auto class, whichever class is saved.
 
         Raises:
@@ -263,7 +265,7 @@ class AttnResPreTrainedModelMixin:
                 "something else. Set it back, or make a model anew."
             )
         self.config.auto_map = self.config.remote_code()
-        super().save_pretrained(save_directory, **kwargs)
+        super().save_pretrained(save_directory, *args, **kwargs)
 
 
 class AttnResModelMixin(AttnResPreTrainedModelMixin):
@@ -278,6 +280,7 @@ class AttnResModelMixin(AttnResPreTrainedModelMixin):
     def post_init(self) -> None:
         if self.config.attn_res_mode != "none" and not hasattr(self, "attn_res"):
             install_depth_attention(self)
+        self.attn_res_made = made_with(self.config)
         super().post_init()
 
     def forward(self, *args, output_depth_attentions: bool | None = None, depth_attentions_to=None, **kwargs):
@@ -285,7 +288,7 @@ class AttnResModelMixin(AttnResPreTrainedModelMixin):
 
         Args:
             output_depth_attentions: add `depth_attentions`, the depth weights of every site in order, the output site
-                last, each `[B, T, sources]` with rows summing to 1.
+                last, each `[B, T, sources]`, with several heads `[B, T, H, sources]`. Those of a softmax sum to 1.
             depth_attentions_to: a list to put them in, for a head whose base passes on only the outputs it knows.
             args, kwargs: what the base family's model takes.
 
@@ -384,9 +387,18 @@ class AttnResForCausalLMMixin(AttnResHeadMixin):
         """Generate as the base does. With `output_depth_attentions=True` and `return_dict_in_generate=True` the result
         has `depth_attentions`: what the model returns, of each forward pass in turn."""
         if not self.wants_depth_attentions(output_depth_attentions):
+            if self.wants_depth_attentions(None):  # the config does, the call does not
+                kwargs["output_depth_attentions"] = False
             return super().generate(*args, **kwargs)
-        passes = []
-        handle = self.register_forward_hook(lambda model, args, outputs: passes.append(outputs.depth_attentions))
+        passes, thread = [], threading.get_ident()
+
+        def keep(model, args, outputs):
+            # Not those of passes that were not asked for them: of other threads, of a processor of logits
+            weights = outputs.get("depth_attentions")
+            if weights is not None and threading.get_ident() == thread:
+                passes.append(weights)
+
+        handle = self.register_forward_hook(keep)
         try:
             outputs = super().generate(*args, output_depth_attentions=True, **kwargs)
         finally:
@@ -514,7 +526,7 @@ def install_depth_attention(model: PreTrainedModel) -> None:
     model.attn_res_eps = next((getattr(norm, name) for name in EPS_NAMES if hasattr(norm, name)), 1e-6)
     shared = _FAMILY_PARTS.get(base_type, {}).get("final_norm_reads_more", False)
     model.attn_res_output_gain = gain_of(None if shared else norm, layout.num_sites - 1)
-    model.attn_res_layout, model.attn_res_made = layout, made_with(config)
+    model.attn_res_layout = layout
     model.attn_res = DepthAttention.from_config(config)
 
     # Depth parameters are a unit of their own: of one dtype, as FSDP wants, and on one device.

@@ -70,6 +70,9 @@ class DepthPass:
 
     def __init__(self, reader: DepthReader):
         self.reader, self.layout = reader, reader.layout
+        self._has_gradients = torch.is_grad_enabled()
+        self._entered: dict[int, bool] = {}  # the layers that have run, each with whether gradients were on then
+        self._is_read = False  # whether the output site has been read
 
     def enter_layer(self, layer: int, hidden_states_BTD: torch.Tensor) -> torch.Tensor | None:
         """Close the block that ends where this layer starts one, and return what the layer's forward goes on with.
@@ -132,6 +135,12 @@ class DepthPass:
 
     def _advance(self, layer: int, running_sum_BTD: torch.Tensor) -> bool:
         """Close what closes where the layer starts; say whether anything did."""
+        if self._is_read and layer not in self._entered:
+            raise RuntimeError(
+                f"Decoder layer {layer} runs after the output site was read: this family's model runs all its layers, "
+                f"whatever config.num_hidden_layers says. Cut model.layers, too."
+            )
+        self._entered.setdefault(layer, torch.is_grad_enabled())
         closed_after = self.layout.closed_blocks(2 * layer)
         self._go_back(layer, closed_after - 1 if self.layout.opens_block(layer) else closed_after)
         # Too few blocks: the running sum closes here. If the layer opens none, the one that does was taken out.
@@ -144,6 +153,11 @@ class DepthPass:
                 raise RuntimeError(
                     f"Decoder layer {layer} runs after {self.reader.num_blocks} blocks have closed, expected {count}: "
                     "decoder layers must run in their order, each at most once."
+                )
+            if self._has_gradients and not self._entered.get(layer, True):
+                raise RuntimeError(
+                    f"Decoder layer {layer} is recomputed by reentrant checkpointing around it, which loses the "
+                    "gradients of closed blocks. Use use_reentrant=False, or model.gradient_checkpointing_enable()."
                 )
             self._drop_blocks(count)
 
@@ -173,6 +187,7 @@ class ReplacePass(DepthPass):
         self.running_sum: torch.Tensor | None = None  # as it was before the last layer rounded and returned it
         self.handed_over: tuple[torch.Tensor, int | None] | None = None  # what it returned, and that tensor's version
         self.opened: tuple[int, torch.Tensor] | None = None  # the last layer that opened a block, and what it was given
+        self._unrounded: set[int] = set()  # the layers that were given a sum that was not rounded
 
     def enter_layer(self, layer: int, hidden_states_BTD: torch.Tensor) -> torch.Tensor | None:
         running_sum_BTD = self._take_running_sum(layer, hidden_states_BTD)
@@ -194,12 +209,12 @@ class ReplacePass(DepthPass):
         for block_BTD in kept_apart:
             self._close(block_BTD)
         rounded_BTD = running_sum_BTD.to(self.reader.dtype)
-        if rounded_BTD is not running_sum_BTD:  # keep what rounding cuts off, for the next layer
+        if rounded_BTD.itemsize < running_sum_BTD.itemsize:  # keep what rounding cuts off, for the next layer
             self.running_sum, self.handed_over = running_sum_BTD, (rounded_BTD, version_of(rounded_BTD))
         return rounded_BTD
 
     def read_output(self, hidden_states_BTD: torch.Tensor) -> torch.Tensor:
-        site = self.layout.num_sites - 1
+        site, self._is_read = self.layout.num_sites - 1, True
         running_sum_BTD = self._take_running_sum(self.layout.num_layers, hidden_states_BTD)
         if self._close_until(self.layout.closed_blocks(site), running_sum_BTD):  # the last layers were taken out
             running_sum_BTD = torch.zeros_like(running_sum_BTD)
@@ -245,13 +260,18 @@ class ReplacePass(DepthPass):
                 self._drop_blocks(reader.num_blocks - 1)
                 self._close(zeros_BTD)
             return zeros_BTD
+        # A layer that is recomputed from outside: what rounding cut off is gone, the dtype is that of the first time
+        if layer in self._entered:
+            return hidden_states_BTD.to(reader.scaled_eps.dtype) if layer in self._unrounded else hidden_states_BTD
         if running_sum_BTD is None:  # rounding cut nothing off
             return hidden_states_BTD
+        self._unrounded.add(layer)
         # Another tensor than was returned, or a changed one: take what is new of it, entry by entry.
         returned_BTD, version = self.handed_over
         if hidden_states_BTD is not returned_BTD or version is None or version != version_of(returned_BTD):
-            untouched_BTD = hidden_states_BTD == running_sum_BTD.to(reader.dtype)
-            running_sum_BTD = torch.where(untouched_BTD, running_sum_BTD, hidden_states_BTD)
+            with torch.no_grad():
+                untouched_BTD = hidden_states_BTD == running_sum_BTD.to(reader.dtype)
+                running_sum_BTD = torch.where(untouched_BTD, running_sum_BTD, hidden_states_BTD)
         # The value of the unrounded sum, with the gradient of the tensor that arrived.
         if hidden_states_BTD.requires_grad:
             running_sum_BTD = hidden_states_BTD + (running_sum_BTD - hidden_states_BTD).detach()
@@ -301,7 +321,7 @@ class AddPass(DepthPass):
         return running_sum_BTD
 
     def read_output(self, hidden_states_BTD: torch.Tensor) -> torch.Tensor:
-        site = self.layout.num_sites - 1
+        site, self._is_read = self.layout.num_sites - 1, True
         self._close_until(self.layout.closed_blocks(site), hidden_states_BTD)  # where the last layers were taken out
         running_sum_BTD = self._since_last_close(hidden_states_BTD) if self.layout.reads_running_sum(site) else None
         gate_D, inputs = self._inputs_of(site)

@@ -4,6 +4,7 @@ from functools import partial
 
 import pytest
 import torch
+from peft import LoraConfig, get_peft_model
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from transformers import AutoModelForCausalLM
 
@@ -280,7 +281,38 @@ def test_a_config_that_is_changed_later_has_no_effect_and_is_not_saved(fields, t
         model.save_pretrained(tmp_path)
 
 
+def test_standard_residuals_whose_config_is_changed_later_are_not_saved_as_something_else(tmp_path):
+    model = LLAMA.causal_lm(attn_res_mode="none")
+    model.save_pretrained(tmp_path / "none", True)  # is_main_process, as the base takes it
+    model.config.attn_res_mode = "block"
+    with pytest.raises(ValueError, match=r"The config was changed since this model was made .*Set it back"):
+        model.save_pretrained(tmp_path / "block")
+
+
+@pytest.mark.parametrize("name", ["1 head", "4 heads", "add", "static", "input query"])
+def test_parameters_may_lie_elsewhere_than_a_module_keeps_its_own(name):
+    """As plain attributes in the replicas of DataParallel, as properties where they are parametrised."""
+    model = model_of(name, "blocks of 2")
+    with torch.no_grad():
+        expected = model(tokens()).logits
+        depth = model.model.attn_res
+        given, depth._parameters = dict(depth._parameters), {}
+        for key, parameter in given.items():
+            object.__setattr__(depth, key, parameter * 1)
+        assert torch.equal(model(tokens()).logits, expected)
+
+
 # ------------------------------------------------------------------------------------------------ the form "add"
+
+
+def test_blocks_of_add_are_held_in_the_models_dtype():
+    model = model_of("add", "blocks of 2").to(torch.bfloat16)
+    held = []
+    depth_pass = model.model.new_depth_pass
+    model.model.new_depth_pass = lambda weights: held.append(depth_pass(weights)) or held[-1]
+    with torch.no_grad():
+        model(tokens())
+    assert {block.dtype for block in held[0].reader.blocks} == {torch.bfloat16}
 
 
 def test_hidden_states_of_add_are_the_residual_stream():
@@ -375,6 +407,15 @@ def test_an_intervention_per_token_and_in_training():
     torch.testing.assert_close(forced.logits, model(ids).logits, rtol=1e-4, atol=1e-4)
 
 
+def test_interventions_reach_a_decoder_that_is_wrapped():
+    model = model_of("1 head", "blocks of 2").model
+    adapted = get_peft_model(model, LoraConfig(target_modules=["q_proj"]))
+    with torch.no_grad():
+        plain = adapted(tokens()).last_hidden_state
+        with depth_interventions(adapted, {5: torch.tensor([True, False, True])}):
+            assert relative_error(adapted(tokens()).last_hidden_state, plain) > 1e-3
+
+
 def test_what_cannot_be_intervened_in_is_refused():
     model = model_of("1 head", "blocks of 2")
     for interventions, message in (
@@ -392,6 +433,9 @@ def test_what_cannot_be_intervened_in_is_refused():
             pass
     with pytest.raises(ValueError, match="no depth attention"), depth_interventions(LLAMA.base_causal_lm(), {}):
         pass
+    for mask in (torch.ones(3, 24, 3), torch.ones(2, 24, 4, 3)):  # rows and heads that this pass has not
+        with depth_interventions(model, {5: mask}), pytest.raises(ValueError, match="does not fit this pass"):
+            model(tokens())
     model.config.attn_res_implementation = "two_phase"
     with depth_interventions(model, {5: torch.ones(3)}), pytest.raises(ValueError, match="interventions"):
         model(tokens())

@@ -3,8 +3,9 @@
 import pytest
 import torch
 from torch import nn
-from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointImpl, checkpoint_wrapper
 
+from modeling_attnres import AttnResStableLmConfig, AttnResStableLmForCausalLM
 from tests.families import BY_NAME, tokens
 from tests.modeling_attnres.test_hooks import ported
 from tests.oracle import relative_error
@@ -166,6 +167,58 @@ def test_wrapped_layers_compute_the_same(layout, wrapper):
         model.model.layers[index] = wrapped
     for name, gradient in gradients().items():
         assert relative_error(gradient, expected[name]) <= 1e-5 or not expected[name].any(), name
+
+
+@pytest.mark.parametrize("autocast", [False, True])
+def test_wrapped_layers_have_the_same_gradients_in_bf16(layout, autocast):
+    """What rounding cuts off of a running sum is kept for the next layer, but not until the backward pass."""
+    model = BY_NAME["Llama"].causal_lm(**layout).train()
+    model = model if autocast else model.to(torch.bfloat16)
+
+    def gradients():
+        model.zero_grad()
+        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+            model(tokens(), labels=tokens(), use_cache=False).loss.backward()
+        return torch.cat([parameter.grad.flatten().double() for parameter in model.parameters()])
+
+    expected = gradients()
+    for index, layer in enumerate(model.model.layers):
+        model.model.layers[index] = checkpoint_wrapper(layer)
+    assert relative_error(gradients(), expected) <= 2e-2
+
+
+def test_reentrant_checkpointing_around_layers_is_refused_for_it_loses_gradients():
+    model = BY_NAME["Llama"].causal_lm(attn_res_block_size=1).train()
+    for index, layer in enumerate(model.model.layers):
+        model.model.layers[index] = checkpoint_wrapper(layer, CheckpointImpl.REENTRANT)
+    inputs = model.get_input_embeddings()(tokens())
+    with pytest.raises(RuntimeError, match=r"reentrant checkpointing around it.*use_reentrant=False"):
+        model(inputs_embeds=inputs, labels=tokens(), use_cache=False).loss.backward()
+
+
+def test_layers_after_the_output_site_are_refused():
+    """Families whose model runs all of its layers, whatever the config says."""
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4, "num_key_value_heads": 2}
+    config = AttnResStableLmConfig(vocab_size=256, num_hidden_layers=4, attn_res_block_size=1, **sizes)
+    model = AttnResStableLmForCausalLM(config).eval()
+    model.config.num_hidden_layers -= 2
+    with pytest.raises(RuntimeError, match=r"runs after the output site was read.*Cut model\.layers"):
+        logits(model)
+
+
+def test_a_layer_of_ones_own_keeps_its_forward():
+    model = BY_NAME["Llama"].causal_lm()
+    seen = []
+
+    class Mine(type(model.model.layers[1])):
+        def forward(self, hidden_states, *args, **kwargs):
+            seen.append(self.layer_index)
+            return super().forward(hidden_states, *args, **kwargs)
+
+    expected = logits(model)
+    model.model.layers[1].__class__ = Mine
+    assert torch.equal(logits(model), expected)
+    assert seen == [1]
 
 
 def test_a_compiled_pass_may_break_within():

@@ -294,4 +294,9 @@ def test_generate_returns_depth_attentions_of_every_pass(mode):
         assert [piece.shape[1] for piece in pieces] == [6, 1, 1, 1]
         torch.testing.assert_close(torch.cat(pieces, dim=1), expected, rtol=1e-4, atol=1e-4)
     assert isinstance(model.generate(ids, output_depth_attentions=True, max_new_tokens=2), torch.Tensor)
+    # Passes that a processor of logits makes for itself are not asked for any, nor are those of a call that says no
+    guided = model.generate(ids, output_depth_attentions=True, guidance_scale=2.0, **kwargs)
+    assert len(guided.depth_attentions) == len(found.depth_attentions)
+    model.config.output_depth_attentions = True
+    assert "depth_attentions" not in model.generate(ids, output_depth_attentions=False, **kwargs)
     assert not model._forward_hooks

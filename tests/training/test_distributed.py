@@ -66,7 +66,16 @@ def test_pretraining_with_ddp_follows_one_process(family, flags, tolerance, save
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize(("flags", "tolerance"), [([], 1e-5), MUON])
+@pytest.mark.parametrize(
+    ("flags", "tolerance"),
+    [
+        ([], 1e-5),
+        MUON,
+        (["--set", "attn_res_form=add"], 1e-5),
+        (["--set", "attn_res_weights=static"], 1e-5),
+        (["--set", "attn_res_query=input"], 1e-5),
+    ],
+)
 def test_pretraining_with_fsdp2_follows_one_process_and_saves_the_model(
     flags, tolerance, save_config, text_file, tmp_path
 ):
