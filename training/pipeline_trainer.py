@@ -211,7 +211,7 @@ class PipelineTrainer(DepthTrainer):
         if logits_BTV is not None:
             losses = row_losses(logits_BTV, labels_BT)
         dist.broadcast(losses, group=self.pipeline.group, group_src=self.pipeline.cut.ranks - 1)
-        self.losses.append(losses)
+        self.add_held_out(losses)
         return None, None, None
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:

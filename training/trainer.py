@@ -46,7 +46,7 @@ class DepthTrainer(Trainer):
         self.monitors = monitors
         for monitor in monitors:
             self.add_callback(monitor)  # which may remember where training began
-        self.losses: list[torch.Tensor] = []  # per held-out row: the sum over its learned tokens, and their number
+        self.held_out_loss = torch.zeros(2, dtype=torch.float64)  # the sum over learned tokens, and their number
 
     def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
         """Move the depth parameters to a group of their own."""
@@ -102,20 +102,24 @@ class DepthTrainer(Trainer):
 
     def evaluation_loop(self, *args, metric_key_prefix: str = "eval", **kwargs):
         """Give the mean over all learned tokens: Trainer's own is the mean of batches, and depends on their size."""
-        self.losses.clear()
+        self.held_out_loss.zero_()
         output = super().evaluation_loop(*args, metric_key_prefix=metric_key_prefix, **kwargs)
-        total, tokens = torch.cat(self.losses).cpu().double().sum(0).tolist()
+        total, tokens = self.held_out_loss.tolist()
         output.metrics[f"{metric_key_prefix}_loss"] = total / tokens
         return output
 
     def prediction_step(self, model, inputs, prediction_loss_only, ignore_keys=None) -> tuple[None, None, None]:
-        """Keep the loss of each row of a batch, of all processes; `gather_for_metrics` leaves out repeated rows."""
+        """Add up the loss of each row of a batch, of all processes; `gather_for_metrics` leaves out repeated rows."""
         inputs = self._prepare_inputs(inputs)
         labels_BT = inputs.pop("labels")
         with torch.no_grad(), self.compute_loss_context_manager():
             logits_BTV = model(**inputs).logits
-        self.losses.append(self.accelerator.gather_for_metrics(row_losses(logits_BTV, labels_BT)))
+        self.add_held_out(self.accelerator.gather_for_metrics(row_losses(logits_BTV, labels_BT)))
         return None, None, None
+
+    def add_held_out(self, losses: torch.Tensor) -> None:
+        """Add the losses of rows `[B, 2]`; kept until the end, small as they are, they would leave holes."""
+        self.held_out_loss += losses.detach().cpu().double().sum(0)
 
     def _load_from_checkpoint(self, resume_from_checkpoint, model=None) -> None:
         with reading(resume_from_checkpoint):
