@@ -169,7 +169,7 @@ def port_checkpoint(
         # Record how it was made.
         record = verification.record() if verification is not None else None
         taken_over = numbered(checkpoint.shards, len(checkpoint.shards) + 1)
-        add_card(folder, target.resolve().name, checkpoint, source, "port", record, taken_over)
+        add_card(folder, target, checkpoint, source, "port", record, taken_over)
     return PortReport(target, config, sum(tensor.numel() for tensor in depth.values()), verification)
 
 

@@ -116,7 +116,7 @@ def upcycle_checkpoint(
             "noise": f"{expert_noise:g}",
             "seed": f"{seed}",
         }
-        add_card(folder, target.resolve().name, checkpoint, source, "upcycle", **made)
+        add_card(folder, target, checkpoint, source, "upcycle", **made)
     added = sum(tensor.numel() for tensor in depth.values())
     return UpcycleReport(PortReport(target, attnres, added), experts, top_k, expert_noise, change)
 

@@ -176,7 +176,7 @@ def differing_code(folder: Path, source: Path | None = None) -> list[str]:
 
 def add_card(
     folder: Path,
-    name: str,
+    target: Path,
     checkpoint: Checkpoint,
     source: str,
     made_by: str,
@@ -184,7 +184,7 @@ def add_card(
     taken_over: dict[str, str] | None = None,
     **details: str,
 ) -> None:
-    """Record how the checkpoint `name`, in `folder`, was made, and write its card.
+    """Record how the checkpoint in `folder`, which becomes `target`, was made, and write its card.
 
     It was made from `checkpoint`, which was given as `source` and whose weight files are hashed. Those that were taken
     over, given from old to new name, are not hashed again.
@@ -205,4 +205,4 @@ def add_card(
         verified=verified,
         **of_card(checkpoint.folder) | ({"base_model": source} if is_hub_id else {}),
     ).write(folder)
-    write_card(folder, name=name)
+    write_card(folder, name=target.resolve().name)

@@ -204,11 +204,11 @@ def _difference(metric: str, first: dict, second: dict, scale: float) -> Differe
     """
     if first.keys() != second.keys() or len(first) < 2:  # one item says nothing of others: it has no interval
         return None
-    pairs = [[items[key] for key in first] for items in (first, second)]
-    numbers = all(np.isscalar(value) and not isinstance(value, str) for values in pairs for value in values)
+    kept = [[items[key] for key in first] for items in (first, second)]
+    numbers = all(np.isscalar(value) and not isinstance(value, str) for values in kept for value in values)
     if not numbers and metric != "bits_per_byte":
         return None
-    values = [np.array(values, dtype=float) for values in pairs]
+    values = [np.array(of_model, dtype=float) for of_model in kept]
     if numbers:
         difference = paired_difference(*values)
         return replace(

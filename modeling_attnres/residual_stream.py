@@ -138,7 +138,7 @@ class DepthPass:
         if self._is_read and layer not in self._entered:
             raise RuntimeError(
                 f"Decoder layer {layer} runs after the output site was read: this family's model runs all its layers, "
-                f"whatever config.num_hidden_layers says. Cut model.layers, too."
+                "whatever config.num_hidden_layers says. Cut model.layers, too."
             )
         self._entered.setdefault(layer, torch.is_grad_enabled())
         closed_after = self.layout.closed_blocks(2 * layer)
@@ -289,7 +289,6 @@ class AddPass(DepthPass):
         super().__init__(reader)
         # The stream where each block closed; only the backward pass, which recomputes layers, goes back in it.
         self._closed_at: list[torch.Tensor] = []
-        self._keeps_all = torch.is_grad_enabled()
         self._first_layer: int | None = None  # 0, unless it was taken out
 
     def enter_layer(self, layer: int, hidden_states_BTD: torch.Tensor) -> torch.Tensor:
@@ -345,7 +344,7 @@ class AddPass(DepthPass):
 
     def _close(self, stream_BTD: torch.Tensor) -> None:
         self.reader.append(self._since_last_close(stream_BTD))
-        if not self._keeps_all:
+        if not self._has_gradients:
             self._closed_at.clear()
         self._closed_at.append(stream_BTD)
 

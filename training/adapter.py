@@ -112,7 +112,7 @@ def merge_adapter(adapter: Path, target: Path) -> None:
             copy_other_files(checkpoint, folder)
             with checkpoint.open_tensors() as read:
                 merged.save_pretrained(folder, state_dict=state | {name: read(name) for name in unread})
-            add_card(folder, target.resolve().name, checkpoint, base, "merge", **details)
+            add_card(folder, target, checkpoint, base, "merge", **details)
     if unread:
         print(f"{target}: kept {len(unread)} tensors that no model of transformers reads, as multi-token prediction's")
 

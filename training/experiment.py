@@ -16,7 +16,7 @@ from .checkpoints import hash_file
 from .finetune import ADAPTER
 from .loading import TrainingError
 from .pretrain import MODEL
-from .sweep import Sweep, run_sweep
+from .sweep import Sweep, differing_options, run_sweep
 
 
 MADE_OF = "made of"  # the name of the first record
@@ -59,19 +59,18 @@ class Experiment:
             UserError: data cannot be read, or what is recorded was made of other data or options.
         """
         data = {path.name: hash_file(path) for path in self.data}
-        found = json.loads(json.dumps({"data": data, "options": self.options}))
-        recorded = read_records(self.records, MADE_OF).get(MADE_OF)
+        found = {"data": data, "options": self.options}
+        recorded = read_all(self.records).get(MADE_OF)
         if recorded is None:
             self.add_record({"name": MADE_OF} | found)
             return
         for kind, values in found.items():
-            for name in sorted(values.keys() | recorded[kind].keys()):
+            for name in differing_options(recorded[kind], values):
                 before, now = (str(of.get(name))[:80] for of in (recorded[kind], values))
-                if before != now:
-                    raise TrainingError(
-                        f"{self.records}: its runs were made with another {name}: {before}, not {now}. Move it away to "
-                        "start anew."
-                    )
+                raise TrainingError(
+                    f"{self.records}: its runs were made with another {name}: {before}, not {now}. Move it away to "
+                    "start anew."
+                )
 
     def planned(self) -> dict[str, dict]:
         """Return the options of the runs that can be made now and are not recorded, by name.
@@ -83,9 +82,9 @@ class Experiment:
         for name, options in self.plan(records).items():
             if name not in records:
                 waiting[name] = options
-            elif records[name]["options"] != (options := json.loads(json.dumps(options))):
-                before = records[name]["options"]
-                field = next(field for field in before | options if before.get(field) != options.get(field))
+                continue
+            before = records[name]["options"]
+            for field in differing_options(before, options):
                 raise TrainingError(
                     f"{self.records}: {name} was run with {field} = {before.get(field)}, not {options.get(field)}. "
                     "Name it otherwise, or remove its record."
@@ -98,11 +97,15 @@ class Experiment:
         shutil.rmtree(self.runs / name)
 
 
-def read_records(path: Path, *others: str) -> dict[str, dict]:
-    """Read the records of runs by name, and of `others`."""
+def read_all(path: Path) -> dict[str, dict]:
+    """Read a file of records, by name."""
     lines = path.read_text().splitlines() if path.exists() else []
-    records = {record["name"]: record for record in map(json.loads, lines)}
-    return {name: record for name, record in records.items() if name != MADE_OF or name in others}
+    return {record["name"]: record for record in map(json.loads, lines)}
+
+
+def read_records(path: Path) -> dict[str, dict]:
+    """Read the records of runs, by name: all but that of what they are made of."""
+    return {name: record for name, record in read_all(path).items() if name != MADE_OF}
 
 
 def paired_interval(differences: Sequence[float] | np.ndarray) -> tuple[float, float | None]:

@@ -203,7 +203,7 @@ class PipelineTrainer(DepthTrainer):
         return self.pipeline.gradient_norm() if grad_norm is None else grad_norm
 
     def prediction_step(self, model, inputs, prediction_loss_only, ignore_keys=None) -> tuple[None, None, None]:
-        """Keep the loss of each row of a batch, which the last process computes and the others are told."""
+        """Add up the loss of each row of a batch, which the last process computes and the others are told."""
         inputs = self._prepare_inputs(inputs)
         _, logits_BTV = self.pipeline.evaluate(inputs)
         labels_BT = inputs["labels"]

@@ -203,11 +203,15 @@ def check_options(path: Path, options: dict[str, object]) -> None:
     Raises:
         TrainingError: names the options.
     """
-    options = json.loads(json.dumps(options, default=str))
     before = read_json(path) if path.exists() else options
-    differing = sorted(name for name in options.keys() | before.keys() if options.get(name) != before.get(name))
-    if differing:
+    if differing := differing_options(before, options):
         raise TrainingError(f"{path}: this run was begun with another {', '.join(differing)}. Choose another output.")
+
+
+def differing_options(before: dict[str, object], now: dict[str, object]) -> list[str]:
+    """Name the options that differ, as JSON has them."""
+    before, now = (json.loads(json.dumps(options, default=str)) for options in (before, now))
+    return sorted(name for name in before.keys() | now.keys() if before.get(name) != now.get(name))
 
 
 @contextlib.contextmanager
